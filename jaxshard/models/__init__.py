@@ -1,0 +1,1 @@
+"""Models to train: plain JAX and flax, which know nothing of parallelism."""

@@ -1,0 +1,283 @@
+"""A decoder-only transformer in flax nnx: GPT-2 and Llama are two settings of it.
+
+Shapes are named by B examples, T tokens, D width, H heads, K key/value heads, C channels of a head and
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, partial, reduce
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """The shape of a GPT. Raises ValueError when widths and heads do not fit each other."""
+
+    vocab: int = 256
+    """Number of tokens; 256 for bytes."""
+    width: int = 64
+    """Channels of the residual stream."""
+    layers: int = 2
+    """Number of blocks."""
+    heads: int = 4
+    """Query heads of each block."""
+    kv_heads: int | None = None
+    """Key/value heads, each shared by a group of query heads; None: as many as heads."""
+    context: int = 128
+    """The longest sequence, in tokens."""
+    mlp_ratio: float = 4.0
+    """Hidden channels of the MLP, as a multiple of width."""
+    mlp: Literal["gelu", "swiglu"] = "gelu"
+    """The MLP's activation; swiglu has a third matrix, the gate."""
+    norm: Literal["layer", "rms"] = "layer"
+    """LayerNorm with scale and bias, or RMSNorm with a scale."""
+    bias: bool = True
+    """Whether the linear layers of the blocks have biases."""
+    positions: Literal["rotary", "learned"] = "rotary"
+    """Rotary embeddings of queries and keys, or one learned vector for each position."""
+    rope_theta: float = 10_000.0
+    """The base of the rotary wavelengths."""
+    tied: bool = True
+    """Whether the head is the transposed embedding."""
+    scan: bool = True
+    """Blocks as one stack of parameters that is scanned over (quick to compile), or as a list."""
+    remat: Literal["none", "full", "dots"] = "none"
+    """What the backward pass recomputes in each block: nothing, all of it, or all but the matrix products."""
+    attention: Literal["xla", "cudnn"] = "xla"
+    """The attention kernel; cudnn needs a GPU and 16-bit floats."""
+    init_std: float = 0.02
+    """Standard deviation of the initial weights."""
+    dtype: str | None = None
+    """The dtype of compute; None: that of the parameters it is given."""
+
+    def __post_init__(self):
+        for name in ("vocab", "width", "layers", "heads", "context"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name} is {getattr(self, name)}; it must be 1 or more.")
+        if self.width % self.heads:
+            raise ValueError(
+                f"model.width = {self.width} does not divide into model.heads = {self.heads} heads."
+            )
+        if self.heads % self.groups:
+            raise ValueError(
+                f"model.heads = {self.heads} does not divide into model.kv_heads = {self.groups} groups."
+            )
+        if self.positions == "rotary" and self.head_width % 2:
+            raise ValueError(
+                f"rotary positions turn channels in pairs, but a head has {self.head_width} "
+                f"(model.width = {self.width} / model.heads = {self.heads}); use an even number."
+            )
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def groups(self) -> int:
+        return self.heads if self.kv_heads is None else max(self.kv_heads, 1)
+
+    @property
+    def hidden(self) -> int:
+        return round(self.width * self.mlp_ratio)
+
+
+def _linear(
+    config: GPTConfig, d_in: int, d_out: int, rngs: nnx.Rngs, *, bias: bool, std: float
+) -> nnx.Linear:
+    return nnx.Linear(
+        d_in, d_out, use_bias=bias, dtype=config.dtype, kernel_init=nnx.initializers.normal(std), rngs=rngs
+    )
+
+
+def _norm(config: GPTConfig, rngs: nnx.Rngs) -> nnx.LayerNorm | nnx.RMSNorm:
+    if config.norm == "rms":
+        return nnx.RMSNorm(config.width, epsilon=1e-5, dtype=config.dtype, rngs=rngs)
+    return nnx.LayerNorm(config.width, epsilon=1e-5, dtype=config.dtype, rngs=rngs)
+
+
+def _residual_std(config: GPTConfig) -> float:
+    """Layers that add to the residual stream start smaller, so that its variance does not grow with depth."""
+    return config.init_std / math.sqrt(2 * config.layers)
+
+
+def rotary_angles(config: GPTConfig, length: int) -> jax.Array:
+    """The angle of each position and pair of channels, T x C/2 float32 (Su et al. 2021, arXiv 2104.09864)."""
+    pairs_C = jnp.arange(config.head_width // 2, dtype=jnp.float32)
+    wavelengths_C = config.rope_theta ** (pairs_C * (-2.0 / config.head_width))
+    return jnp.arange(length, dtype=jnp.float32)[:, None] * wavelengths_C
+
+
+def rotate(x_BxTxHxC: jax.Array, angles_TxC: jax.Array) -> jax.Array:
+    """Turns each pair of channels (c, c + C/2) by its angle; in float32, returned in the dtype of `x`."""
+    cos_TxC, sin_TxC = jnp.cos(angles_TxC)[:, None], jnp.sin(angles_TxC)[:, None]
+    a, b = jnp.split(x_BxTxHxC.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([a * cos_TxC - b * sin_TxC, b * cos_TxC + a * sin_TxC], axis=-1)
+    return turned.astype(x_BxTxHxC.dtype)
+
+
+class Embed(nnx.Module):
+    """A table of vectors. (flax's own computes in the dtype it was made with, not its parameters'.)"""
+
+    def __init__(self, config: GPTConfig, rows: int, rngs: nnx.Rngs):
+        self.dtype = config.dtype
+        normal = nnx.initializers.normal(config.init_std)
+        self.embedding = nnx.Param(normal(rngs.params(), (rows, config.width), jnp.float32))
+
+    @property
+    def table_RxD(self) -> jax.Array:
+        table_RxD = self.embedding[...]
+        return table_RxD if self.dtype is None else table_RxD.astype(self.dtype)
+
+    def __call__(self, rows: jax.Array | np.ndarray) -> jax.Array:
+        return self.table_RxD[rows]
+
+    def scores(self, x_BxTxD: jax.Array) -> jax.Array:
+        return x_BxTxD @ self.table_RxD.T
+
+
+class Attention(nnx.Module):
+    """Causal self-attention with grouped key/value heads."""
+
+    def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
+        self.config = config
+        narrow, std = config.groups * config.head_width, config.init_std
+        self.query = _linear(config, config.width, config.width, rngs, bias=config.bias, std=std)
+        self.key = _linear(config, config.width, narrow, rngs, bias=config.bias, std=std)
+        self.value = _linear(config, config.width, narrow, rngs, bias=config.bias, std=std)
+        self.out = _linear(
+            config, config.width, config.width, rngs, bias=config.bias, std=_residual_std(config)
+        )
+
+    def __call__(self, x_BxTxD: jax.Array, angles_TxC: jax.Array | None) -> jax.Array:
+        heads = (*x_BxTxD.shape[:2], -1, self.config.head_width)
+        q_BxTxHxC, k_BxTxKxC, v_BxTxKxC = (
+            project(x_BxTxD).reshape(heads) for project in (self.query, self.key, self.value)
+        )
+        if angles_TxC is not None:
+            q_BxTxHxC, k_BxTxKxC = rotate(q_BxTxHxC, angles_TxC), rotate(k_BxTxKxC, angles_TxC)
+        mixed_BxTxHxC = jax.nn.dot_product_attention(
+            q_BxTxHxC, k_BxTxKxC, v_BxTxKxC, is_causal=True, implementation=self.config.attention
+        )
+        return self.out(mixed_BxTxHxC.reshape(x_BxTxD.shape))
+
+
+class MLP(nnx.Module):
+    """Two matrices with a GELU between them, or SwiGLU's three (Shazeer 2020, arXiv 2002.05202)."""
+
+    def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
+        def inward() -> nnx.Linear:
+            return _linear(config, config.width, config.hidden, rngs, bias=config.bias, std=config.init_std)
+
+        self.gate = inward() if config.mlp == "swiglu" else None
+        self.up = inward()
+        self.down = _linear(
+            config, config.hidden, config.width, rngs, bias=config.bias, std=_residual_std(config)
+        )
+
+    def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
+        up = self.up(x_BxTxD)
+        return self.down(jax.nn.gelu(up) if self.gate is None else jax.nn.silu(self.gate(x_BxTxD)) * up)
+
+
+class Block(nnx.Module):
+    """Attention and MLP, each normalised before and added to the residual stream after."""
+
+    def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
+        self.attention_norm = _norm(config, rngs)
+        self.attention = Attention(config, rngs)
+        self.mlp_norm = _norm(config, rngs)
+        self.mlp = MLP(config, rngs)
+
+    def __call__(self, x_BxTxD: jax.Array, angles_TxC: jax.Array | None) -> jax.Array:
+        x_BxTxD += self.attention(self.attention_norm(x_BxTxD), angles_TxC)
+        return x_BxTxD + self.mlp(self.mlp_norm(x_BxTxD))
+
+
+class GPT(nnx.Module):
+    """The language model: int tokens B x T to logits B x T x V in the dtype of compute."""
+
+    def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
+        self.config = config
+        self.embed = Embed(config, config.vocab, rngs)
+        self.positions = Embed(config, config.context, rngs) if config.positions == "learned" else None
+        keys = jax.random.split(rngs.params(), config.layers)
+        if config.scan:
+            self.blocks = nnx.vmap(lambda key: Block(config, nnx.Rngs(key)))(keys)
+        else:
+            self.blocks = nnx.List([Block(config, nnx.Rngs(key)) for key in keys])
+        self.norm = _norm(config, rngs)
+        head = partial(_linear, config, config.width, config.vocab, rngs, bias=False, std=config.init_std)
+        self.head = None if config.tied else head()
+
+    def __call__(self, tokens_BxT: jax.Array | np.ndarray) -> jax.Array:
+        length = tokens_BxT.shape[1]
+        if length > self.config.context:
+            raise ValueError(
+                f"a sequence of {length} tokens is longer than the context of {self.config.context}."
+            )
+        x_BxTxD = self.embed(tokens_BxT)
+        angles_TxC = None
+        if self.positions is None:
+            angles_TxC = rotary_angles(self.config, length)
+        else:
+            x_BxTxD += self.positions(jnp.arange(length))
+        x_BxTxD = self.norm(self._through_blocks(x_BxTxD, angles_TxC))
+        return self.embed.scores(x_BxTxD) if self.head is None else self.head(x_BxTxD)
+
+    def _through_blocks(self, x_BxTxD: jax.Array, angles_TxC: jax.Array | None) -> jax.Array:
+        def through(x, block):
+            # Parameters go in as arguments, so that remat recomputes from them and saves no copy.
+            graphdef, params = nnx.split(block)
+            apply = _remat(lambda x, params: nnx.merge(graphdef, params)(x, angles_TxC), self.config)
+            if self.config.scan:
+                return jax.lax.scan(lambda x, layer: (apply(x, layer), None), x, params)[0]
+            return apply(x, params)
+
+        blocks: Any = [self.blocks] if self.config.scan else self.blocks
+        return reduce(through, blocks, x_BxTxD)
+
+
+def _remat(fn, config: GPTConfig):
+    if config.remat == "none":
+        return fn
+    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if config.remat == "dots" else None
+    # A scan keeps its body from being merged with its own recomputation; a list of blocks needs the barrier.
+    return jax.checkpoint(fn, policy=policy, prevent_cse=not config.scan)
+
+
+def init(config: GPTConfig, key: jax.Array) -> dict[str, Any]:
+    """The initial parameters: a nested dict of float32 arrays. Pure: it can be jitted with shardings."""
+    return nnx.to_pure_dict(nnx.state(GPT(config, nnx.Rngs(key)), nnx.Param))
+
+
+@cache
+def _structure(config: GPTConfig) -> nnx.GraphDef[GPT]:
+    return nnx.graphdef(nnx.eval_shape(lambda: GPT(config, nnx.Rngs(0))))
+
+
+def logits(config: GPTConfig, params: dict[str, Any], tokens_BxT: jax.Array | np.ndarray) -> jax.Array:
+    """The scores of the next token, B x T x V in the dtype of compute."""
+    # JAX's attention and flax's norms mix bfloat16 with float32 inside, which strict promotion would forbid.
+    with jax.numpy_dtype_promotion("standard"):
+        return nnx.merge(_structure(config), params, copy=True)(tokens_BxT)
+
+
+def loss(config: GPTConfig, params: dict[str, Any], batch: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
+    """Cross-entropy of the next token: its weighted sum over the batch, and the sum of the weights.
+
+    batch: `inputs` and `targets`, int B x T; `weights`, float32 B x T (0 for a token that does not count).
+    Returns two float32 scalars; the mean is their quotient, over however many batches both are summed.
+    """
+    scores_BxTxV = logits(config, params, batch["inputs"]).astype(jnp.float32)
+    losses_BxT = optax.softmax_cross_entropy_with_integer_labels(scores_BxTxV, batch["targets"])
+    return jnp.sum(losses_BxT * batch["weights"]), jnp.sum(batch["weights"])

@@ -1,0 +1,1 @@
+"""The training program: a TOML file in, a trained model and its metrics out."""

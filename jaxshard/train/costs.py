@@ -1,0 +1,86 @@
+"""What each strategy costs in memory and traffic, in multiples of the parameters: read off its placements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxshard.strategy import BATCH_AXES, REPLICA, SHARD, STRATEGIES, Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What one device holds and sends under a strategy, as multiples of the parameters.
+
+    params, grads, opt: held, where `opt` is Adam's two moments. sent: in a step of one microbatch; as much is
+    received. For a strategy that keeps its states on the first device, all four are that device's.
+    """
+
+    params: float
+    grads: float
+    opt: float
+    sent: float
+
+    @property
+    def held(self) -> float:
+        return self.params + self.grads + self.opt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A strategy under all its names, on a mesh of ``replica x shard``."""
+
+    names: tuple[str, ...]
+    strategy: Strategy
+    replica: int
+    shard: int
+    cost: Cost
+
+
+def rows(devices: int, replica: int = 1) -> list[Row]:
+    """Every named strategy once, on `devices` devices.
+
+    replica: how many copies of the states there are; a strategy that makes sense only from some number of
+    replicas gets at least that many. Raises ValueError when they do not divide the devices.
+    """
+    names: dict[Strategy, list[str]] = {}
+    for name, strategy in STRATEGIES.items():
+        names.setdefault(strategy, []).append(name)
+    table = []
+    for strategy, known_as in names.items():
+        copies = max(replica, strategy.min_replicas)
+        if replica < 1 or devices < 1 or devices % copies:
+            raise ValueError(
+                f"--devices {devices} --replica {replica}: {known_as[0]} takes {copies} replicas, which do "
+                f"not divide {devices} devices; choose a multiple of {copies}."
+            )
+        shape = {REPLICA: copies, SHARD: devices // copies}
+        cost = cost_of(strategy, shape)
+        table.append(
+            Row(names=tuple(known_as), strategy=strategy, replica=copies, shard=shape[SHARD], cost=cost)
+        )
+    return table
+
+
+def cost_of(strategy: Strategy, mesh: dict[str, int]) -> Cost:
+    """The cost of a strategy on a mesh of these axis sizes, with collectives that go round a ring."""
+
+    def pieces(axes: Sequence[str]) -> int:
+        return math.prod(mesh[axis] for axis in axes)
+
+    params, grads, opt = (pieces(state.axes) for state in (strategy.params, strategy.grads, strategy.opt))
+    if strategy.params.devices == "first":
+        others = pieces(BATCH_AXES) - 1
+        # All devices' gradients arrive before they are added up; parameters go out to each of the others.
+        return Cost(params=1.0, grads=others + 1.0, opt=2.0, sent=float(others))
+
+    gathers = 2 if strategy.regather and strategy.gather == "use" else 1
+    rest = pieces([axis for axis in BATCH_AXES if axis not in strategy.opt.axes])
+    sent = (
+        gathers * (1 - 1 / params)  # all_gather of weights
+        + (1 - 1 / opt)  # reduce_scatter of gradients
+        + 2 * (1 - 1 / rest) / opt  # all_reduce of what each device then has
+        + (1 / params - 1 / opt)  # all_gather of updated parameters
+    )
+    return Cost(params=1 / params, grads=1 / grads, opt=2 / opt, sent=sent)
