@@ -1,0 +1,46 @@
+"""Data-parallel training in JAX: strategies are sharding specs on a device mesh, carried out by explicit collectives."""
+
+from jaxshard.contract import Collective, ContractError
+from jaxshard.dp import DataParallel
+from jaxshard.explain import Explanation
+from jaxshard.loss import Loss
+from jaxshard.mesh import force_cpu_devices, make_mesh
+from jaxshard.precision import Precision
+from jaxshard.state import TrainState
+from jaxshard.step import Training, parallelize
+from jaxshard.strategy import (
+    DDP,
+    DP,
+    HSDP,
+    SHARD_GRAD_OP,
+    STRATEGIES,
+    ZERO1,
+    ZERO2,
+    ZERO3,
+    Placement,
+    Strategy,
+)
+
+__all__ = [
+    "DDP",
+    "DP",
+    "HSDP",
+    "SHARD_GRAD_OP",
+    "STRATEGIES",
+    "ZERO1",
+    "ZERO2",
+    "ZERO3",
+    "Collective",
+    "ContractError",
+    "DataParallel",
+    "Explanation",
+    "Loss",
+    "Placement",
+    "Precision",
+    "Strategy",
+    "TrainState",
+    "Training",
+    "force_cpu_devices",
+    "make_mesh",
+    "parallelize",
+]

@@ -1,0 +1,139 @@
+"""Gather and reduce with their adjoints: every collective that the library emits stands here.
+
+Each is named after its leaf (`jax.named_scope`), so that profiles and contracts speak of leaves. An axis of size one
+sends nothing, so it is left out of every collective.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+SCOPE = "jaxshard"
+"""The first part of every scope name: ``jaxshard.WHAT:LEAF``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """How one leaf travels: over which axes it is gathered, and over which its gradient is reduced.
+
+    sizes: size by name of the mesh axes. gather: axes over which the leaf is split. scatter: axes over which its
+    gradient ends up split, all of which and `spread` are summed over. deferred: at its use the gradient is not reduced
+    at all, because one reduction follows after the last microbatch. reduce_dtype: of gradients on the wire.
+    """
+
+    sizes: Mapping[str, int]
+    gather: tuple[str, ...] = ()
+    scatter: tuple[str, ...] = ()
+    spread: tuple[str, ...] = ()
+    deferred: bool = False
+    reduce_dtype: str = "float32"
+
+    def pieces(self, axes: Sequence[str]) -> int:
+        return math.prod(self.sizes[axis] for axis in axes)
+
+    @property
+    def leaf_pieces(self) -> int:
+        return self.pieces(self.gather)
+
+    @property
+    def slot_pieces(self) -> int:
+        return 1 if self.deferred else self.pieces(self.scatter)
+
+    def __hash__(self):
+        return hash((self.gather, self.scatter, self.spread, self.deferred, self.reduce_dtype))
+
+
+def _real(route_sizes: Mapping[str, int], axes: Sequence[str]) -> tuple[str, ...]:
+    return tuple(axis for axis in axes if route_sizes[axis] > 1)
+
+
+def scope(what: str, path: str):
+    """The named scope of a collective: what it does, and for which leaf."""
+    return jax.named_scope(f"{SCOPE}.{what}:{scope_name(path)}")
+
+
+def scope_name(path: str) -> str:
+    """A leaf's path as it stands in scope names, which slashes and brackets would break."""
+    return re.sub(r"[^\w.+-]", ".", path)
+
+
+def gather(
+    x: jax.Array, dim: int | None, axes: Sequence[str], sizes: Mapping[str, int], path: str
+) -> jax.Array:
+    """A shard, split along `dim` over `axes`, made whole."""
+    axes = _real(sizes, axes)
+    if dim is None or not axes:
+        return x
+    with scope("gather", path):
+        return lax.all_gather(x, axes, axis=dim, tiled=True)
+
+
+def reduce(gradient: jax.Array, dim: int | None, route: Route, path: str) -> jax.Array:
+    """The sum of a whole gradient over all batch axes; each device keeps its piece along `dim`.
+
+    Floats are cast to ``route.reduce_dtype`` before the wire; the result has that dtype.
+    """
+    if jnp.issubdtype(gradient.dtype, jnp.floating):
+        gradient = gradient.astype(route.reduce_dtype)
+    scatter = () if dim is None else _real(route.sizes, route.scatter)
+    spread = _real(route.sizes, route.spread if dim is not None else (*route.spread, *route.scatter))
+    # Axes in mesh order, so that every strategy adds in the same order.
+    spread = tuple(axis for axis in route.sizes if axis in spread)
+    with scope("reduce", path):
+        if scatter:
+            gradient = lax.psum_scatter(gradient, scatter, scatter_dimension=dim, tiled=True)
+        if spread:
+            gradient = lax.psum(gradient, spread)
+    return gradient
+
+
+def use(leaf: jax.Array, slot: jax.Array | None, dim: int | None, route: Route, path: str) -> jax.Array:
+    """A leaf made whole for the operation that reads it; the adjoint reduces its gradient into the slot.
+
+    leaf: split along `dim` over ``route.gather``. slot: zeros of the shape and dtype in which the gradient is wanted
+    (split over ``route.scatter``), or None for a leaf that does not learn.
+    """
+    if slot is None:
+        return lax.stop_gradient(gather(leaf, dim, route.gather, route.sizes, path))
+
+    @jax.custom_vjp
+    def whole(leaf, slot):
+        return gather(leaf, dim, route.gather, route.sizes, path)
+
+    def forward(leaf, slot):
+        return whole(leaf, slot), None
+
+    def backward(_, gradient):
+        if not route.deferred:
+            gradient = reduce(gradient, dim, route, path)
+        return None, gradient.astype(slot_dtype)
+
+    slot_dtype = slot.dtype
+    whole.defvjp(forward, backward)
+    with scope("use", path):
+        return whole(leaf, slot)
+
+
+def own_piece(x: jax.Array, dim: int | None, axes: Sequence[str], sizes: Mapping[str, int]) -> jax.Array:
+    """The piece of a whole array that this device would hold if it were split along `dim` over `axes`."""
+    axes = _real(sizes, axes)
+    if dim is None or not axes:
+        return x
+    size = x.shape[dim] // math.prod(sizes[axis] for axis in axes)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, dim)
+
+
+def total(x, axes: Sequence[str], sizes: Mapping[str, int], what: str):
+    """The sum of a small pytree over all devices of `axes`."""
+    axes = _real(sizes, axes)
+    if not axes:
+        return x
+    with scope("total", what):
+        return lax.psum(x, axes)

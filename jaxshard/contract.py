@@ -1,0 +1,221 @@
+"""What a step sends: counted in its jaxpr, and held to what its strategy may send.
+
+The jaxpr, not the compiled text, is the primary count: it has the true dtypes and the lengths of the loops.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from jaxshard.collectives import SCOPE, Route, scope_name
+from jaxshard.gradients import MICROBATCHES, forward_jaxpr
+from jaxshard.jaxprs import COLLECTIVES, Site, axes_of, walk
+from jaxshard.setup import Setup
+from jaxshard.specs import path_of, route, split_axes
+from jaxshard.strategy import BATCH_AXES
+
+_NAMED = re.compile(rf"{re.escape(SCOPE)}\.(use|gather|reduce|total):([\w.+-]*)")
+# How often a buffer of B bytes passes a device's link among n devices, by the ring algorithms; dp's transfers are all to
+# or from the first device, and its link is the one that counts.
+_ON_THE_WIRE = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "permute": lambda n: 1,
+    "broadcast": lambda n: n - 1,
+    "gather": lambda n: n - 1,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One kind of message, as often as a step sends it.
+
+    kind: all_reduce, all_gather, reduce_scatter, all_to_all or permute; broadcast and gather for `dp`. purpose: gather, reduce or total (the
+    library's), or loss (the loss function's own). leaf: whose. axes, devices: mesh axes and the product of their sizes.
+    dtype, bytes: of the whole buffer (gathered, or before it is scattered). count: per step. loops: what it is inside
+    of, outermost first: ``microbatches`` or ``scan``.
+    """
+
+    kind: str
+    purpose: str
+    leaf: str
+    axes: tuple[str, ...]
+    devices: int
+    dtype: str
+    bytes: int
+    count: int
+    loops: tuple[str, ...] = ()
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes per step on the link of each device; of the first device for the transfers of `dp`."""
+        return round(self.bytes * _ON_THE_WIRE[self.kind](self.devices)) * self.count
+
+    def __str__(self) -> str:
+        where = f" inside {' > '.join(self.loops)}" if self.loops else ""
+        return (
+            f"{self.count} x {self.kind} {self.dtype} {self.bytes:,} B over {' x '.join(self.axes)}{where} "
+            f"({self.purpose} {self.leaf})"
+        )
+
+
+def count_collectives(jaxpr: Jaxpr, sizes: Mapping[str, int]) -> tuple[Collective, ...]:
+    """Every collective of a program, equal ones together. Axes of size one send nothing and are left out."""
+    counts: Counter[Collective] = Counter()
+    for site in walk(jaxpr):
+        kind = COLLECTIVES.get(site.eqn.primitive.name)
+        axes = tuple(axis for axis in axes_of(site.eqn) if sizes.get(axis, 1) > 1)
+        if kind is None or not axes:
+            continue
+        purpose, leaf = _name(site, "loss", "")
+        for var, bytes in _buffers(site.eqn, kind):
+            one = Collective(
+                kind=kind,
+                purpose=purpose,
+                leaf=leaf,
+                axes=axes,
+                devices=math.prod(sizes[axis] for axis in axes),
+                dtype=var.dtype.name,
+                bytes=bytes,
+                count=0,
+                loops=_loops(site),
+            )
+            counts[one] += site.times
+    return tuple(replace(one, count=count) for one, count in counts.items())
+
+
+def _name(site: Site, purpose: str, leaf: str) -> tuple[str, str]:
+    found = _NAMED.findall(site.scope)
+    return found[-1] if found else (purpose, leaf)
+
+
+def _loops(site: Site) -> tuple[str, ...]:
+    return tuple(
+        "microbatches" if MICROBATCHES in scope.rsplit("/", 1)[-1] else "scan" for scope in site.loops
+    )
+
+
+def _buffers(eqn: JaxprEqn, kind: str) -> list[tuple[Any, int]]:
+    variables = eqn.outvars if kind == "all_gather" else eqn.invars
+    return [(v.aval, v.aval.size * v.aval.dtype.itemsize) for v in variables]
+
+
+def expected_collectives(made: Setup) -> tuple[Collective, ...]:
+    """The most that a step may send, from the placements of its strategy and the uses of each leaf in the loss.
+
+    Counts of gathers are upper bounds (a backward pass that does not read a weight does not gather it again), and so
+    are those of reductions (a use that nothing is differentiated through has none).
+    """
+    program = made.program
+    strategy, sizes = program.strategy, program.sizes
+    found: Counter[Collective] = Counter()
+
+    def may(
+        kind: str, purpose: str, leaf: str, axes: Iterable[str], dtype: Any, size: int, count: int, loops=()
+    ):
+        axes = tuple(axis for axis in axes if sizes[axis] > 1)
+        if axes:
+            one = Collective(
+                kind=kind,
+                purpose=purpose,
+                leaf=leaf,
+                axes=axes,
+                devices=math.prod(sizes[axis] for axis in axes),
+                dtype=jnp.dtype(dtype).name,
+                bytes=size * jnp.dtype(dtype).itemsize,
+                count=0,
+                loops=loops,
+            )
+            found[one] += count
+
+    def may_reduce(name: str, way: Route, dim: int | None, size: int, dtype: Any, count: int, loops=()):
+        dtype = program.precision.reduce if jnp.issubdtype(dtype, jnp.floating) else dtype
+        scatter = way.scatter if dim is not None else ()
+        may("reduce_scatter", "reduce", name, scatter, dtype, size, count, loops)
+        rest = tuple(axis for axis in sizes if axis in BATCH_AXES and axis not in scatter)
+        may("all_reduce", "reduce", name, rest, dtype, size // way.pieces(scatter), count, loops)
+
+    by_name = {scope_name(leaf.path): leaf for leaf in jax.tree.leaves(program.layout)}
+    inner = ("microbatches",) if program.accumulate > 1 else ()
+    for site in walk(forward_jaxpr(program, made.params, made.batch, made.extra)):
+        purpose, name = _name(site, "", "")
+        if purpose not in ("use", "gather") or strategy.gather == "step" and purpose == "gather":
+            continue
+        leaf, out = by_name[name.split("+")[0]], site.eqn.outvars[0].aval
+        count, loops = site.times * program.accumulate, (*inner, *_loops(site))
+        if purpose == "gather" and COLLECTIVES.get(site.eqn.primitive.name):
+            again = max(site.remats, int(program.choices.regather))
+            may(
+                "all_gather",
+                "gather",
+                name,
+                strategy.params.axes,
+                out.dtype,
+                out.size,
+                count * (1 + again),
+                loops,
+            )
+        elif purpose == "use" and not program.deferred:
+            may_reduce(name, program.route(leaf), leaf.dim, out.size, out.dtype, count, loops)
+    for name, leaf in by_name.items():
+        size, is_float = math.prod(leaf.shape), jnp.issubdtype(leaf.dtype, jnp.floating)
+        if leaf.dim is not None and strategy.gather == "step":
+            dtype = program.precision.compute if is_float else leaf.dtype
+            may("all_gather", "gather", name, strategy.params.axes, dtype, size, 1)
+        if leaf.trainable and program.deferred:
+            last = route(leaf, strategy, program.mesh, program.precision, to=strategy.opt)
+            may_reduce(name, last, leaf.dim, size, leaf.dtype, 1)
+        if leaf.trainable and leaf.dim is not None:
+            may(
+                "all_gather",
+                "gather",
+                name,
+                strategy.opt.axes[len(strategy.params.axes) :],
+                leaf.dtype,
+                size,
+                1,
+            )
+    averaged = [
+        (path, x)
+        for path, x in jax.tree_util.tree_leaves_with_path(made.extra)
+        if jnp.issubdtype(x.dtype, jnp.inexact)
+    ]
+    sums = len(jax.tree.leaves(program.loss.result[0]))
+    may("all_reduce", "total", "items", BATCH_AXES, "float32", 1, sums)
+    per_microbatch = int(program.precision.scaled) + bool(averaged)
+    may("all_reduce", "total", "items", BATCH_AXES, "float32", 1, per_microbatch * program.accumulate, inner)
+    may("all_reduce", "total", "norm", split_axes(strategy), "float32", 1, 1)
+    for path, x in averaged:
+        name = scope_name(f"extra/{path_of(path)}")
+        may("all_reduce", "total", name, BATCH_AXES, x.dtype, x.size, program.accumulate, inner)
+    return tuple(replace(one, count=count) for one, count in found.items() if count)
+
+
+class ContractError(AssertionError):
+    """A program sends what its strategy does not."""
+
+
+def hold(expected: Iterable[Collective], counted: Iterable[Collective]) -> None:
+    """Holds what a program sends to what it may send; the loss function's own collectives are its own business.
+
+    Raises ContractError that lists each collective that is not in the contract, or is sent too often.
+    """
+    allowed = {replace(one, count=0): one.count for one in expected}
+    broken = []
+    for one in counted:
+        most = allowed.get(replace(one, count=0), 0)
+        if one.purpose != "loss" and one.count > most:
+            broken.append(f"{one}: " + (f"at most {most} in the contract" if most else "not in the contract"))
+    if broken:
+        raise ContractError("the step sends what its strategy does not:\n  " + "\n  ".join(broken))

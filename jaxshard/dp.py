@@ -1,0 +1,156 @@
+"""torch's DataParallel, honestly: the baseline to beat.
+
+Parameters and optimizer state live on the first device alone. Each step broadcasts the parameters, computes gradients
+everywhere, gathers them to the first device, and updates there. That cannot be one program, so it is several calls, for
+one process only, and the first device holds and sends what the others do not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxshard import collectives
+from jaxshard.contract import Collective
+from jaxshard.evaluate import Evaluation, whole
+from jaxshard.explain import Explanation, explain
+from jaxshard.gradients import Gradients, item_share, local_sums
+from jaxshard.loss import Loss
+from jaxshard.setup import Setup
+from jaxshard.specs import Leaf
+from jaxshard.state import TrainState
+from jaxshard.strategy import BATCH_AXES, Strategy
+from jaxshard.update import step_metrics, updated
+
+
+class DataParallel:
+    """The same face as `Training`, without `step_fn` and `lower`: there is no one program to give."""
+
+    def __init__(self, made: Setup):
+        if jax.process_count() > 1:
+            raise ValueError("dp runs in one process only, because one device updates for all; use ddp.")
+        self.setup = made
+        self._evaluation = Evaluation(made)
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.setup.program.mesh
+
+    @property
+    def strategy(self) -> Strategy:
+        return self.setup.program.strategy
+
+    def init(self, init_fn: Any, key: jax.Array | None = None) -> TrainState:
+        """The state at step 0, on the first device. See `Training.init`."""
+        return self.setup.initial_state(init_fn, key)
+
+    def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One step; the state is donated. See `Training.step`."""
+        scale = None if state.scale is None else state.scale.scale
+        key = jax.random.fold_in(state.key, state.step)
+        copies = self._broadcast((state.params, state.extra, key, scale))
+        stacked, sums, extra = self._gradients(*copies, self.setup.place(batch))
+        first = SingleDeviceSharding(self.mesh.devices.flat[0])
+        return self._update(state, *jax.device_put((stacked, sums, extra), first))
+
+    def evaluate(
+        self, state: TrainState, batch: Any, fn: Callable[..., Any] | None = None
+    ) -> dict[str, jax.Array]:
+        """Loss and metrics of a batch of any size. See `Training.evaluate`."""
+        return self._evaluation(self._broadcast(state), batch, fn)
+
+    def whole(self, state: TrainState) -> Any:
+        """The parameters as numpy arrays. See `Training.whole`."""
+        return whole(state.params)
+
+    def explain(self) -> Explanation:
+        """What the first device holds and what passes over its links in a step. See `Training.explain`."""
+        return explain(self.setup, self.contract(), {})
+
+    def contract(self) -> tuple[Collective, ...]:
+        """The transfers of a step, from its plan: they are the runtime's, and stand in no program."""
+        program, devices = self.setup.program, self.mesh.size
+        both = [
+            ("broadcast", "gather", program.precision.params),
+            ("gather", "reduce", program.precision.reduce),
+        ]
+
+        def transfer(kind: str, purpose: str, leaf: Leaf, dtype: str) -> Collective:
+            dtype = jnp.dtype(dtype if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype)
+            size = math.prod(leaf.shape) * dtype.itemsize
+            return Collective(
+                kind=kind,
+                purpose=purpose,
+                leaf=leaf.path,
+                axes=BATCH_AXES,
+                devices=devices,
+                dtype=dtype.name,
+                bytes=size,
+                count=1,
+            )
+
+        return tuple(
+            transfer(kind, purpose, leaf, dtype)
+            for kind, purpose, dtype in both
+            for leaf in jax.tree.leaves(program.layout)
+            if devices > 1 and (leaf.trainable or kind == "broadcast")
+        )
+
+    def _broadcast(self, tree: Any) -> Any:
+        return jax.device_put(tree, NamedSharding(self.mesh, P()))
+
+    @cached_property
+    def _gradients(self) -> Callable[..., Any]:
+        """Gradients stacked along a new first dim, one row per device."""
+
+        def gradients(params, extra, key, scale, batch):
+            program = self.setup.program_for(batch)
+            mapped = jax.shard_map(
+                lambda *args: self._device(program, *args),
+                mesh=self.mesh,
+                in_specs=(P(), P(), P(), P(), P(BATCH_AXES)),
+                out_specs=(P(BATCH_AXES), P(), P()),
+                check_vma=False,
+            )
+            return mapped(params, extra, key, scale, batch)
+
+        return jax.jit(gradients)
+
+    def _device(self, program, params, extra, key, scale, batch) -> tuple[Any, Loss, Any]:
+        grads, sums, extra = local_sums(program, params, extra, batch, key, scale)
+        sums = collectives.total(sums, BATCH_AXES, program.sizes, "items")
+        factor = item_share(sums.weight) * (1 if scale is None else scale)
+
+        def wire(g):
+            dtype = program.precision.reduce if jnp.issubdtype(g.dtype, jnp.floating) else g.dtype
+            return (g * factor.astype(g.dtype)).astype(dtype)[None]
+
+        return jax.tree.map(wire, grads), sums, extra
+
+    @cached_property
+    def _update(self) -> Callable[..., Any]:
+        program = self.setup.program
+
+        def update(state, stacked, sums, extra):
+            unscale = 1 if state.scale is None else 1 / state.scale.scale
+
+            def add(g):
+                dtype = program.precision.accumulate if jnp.issubdtype(g.dtype, jnp.floating) else g.dtype
+                return jnp.sum(g.astype(dtype), axis=0) * jnp.asarray(unscale, dtype)
+
+            grads = jax.tree.map(add, stacked)
+            square = sum(jnp.sum(jnp.square(jnp.abs(g).astype(jnp.float32))) for g in jax.tree.leaves(grads))
+            share = item_share(sums.weight)
+            metrics = {name: value * share for name, value in sums.metrics.items()}
+            result = Gradients(grads, sums.total * share, metrics, jnp.sqrt(square), extra)
+            new = updated(program, self.setup.optimizer, self.setup.where, state, result, self.setup.clip)
+            return new, step_metrics(result, new)
+
+        return jax.jit(update, donate_argnums=0)

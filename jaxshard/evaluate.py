@@ -1,0 +1,90 @@
+"""Evaluation on batches of any size, and parameters brought whole to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxshard import collectives
+from jaxshard.gradients import device_index, gathered_for_step, held_params
+from jaxshard.loss import Loss, loss_function
+from jaxshard.setup import Setup, shapes_of
+from jaxshard.state import TrainState
+from jaxshard.strategy import BATCH_AXES
+
+
+class Evaluation:
+    """Loss and metrics of a batch without a gradient; compiled once per function and shapes."""
+
+    def __init__(self, made: Setup):
+        self.setup = made
+        self._compiled: dict[Any, Callable[..., Loss]] = {}
+
+    def __call__(self, state: TrainState, batch: Any, fn: Callable[..., Any] | None) -> dict[str, jax.Array]:
+        size = _size(batch)
+        devices = self.setup.program.mesh.size
+        split = size // devices * devices
+        sums = []
+        if split:
+            sums.append(self._run(state, jax.tree.map(lambda x: x[:split], batch), fn, parts=devices))
+        if split < size:
+            sums.append(self._run(state, jax.tree.map(lambda x: x[split:], batch), fn, parts=1))
+        both = jax.tree.map(lambda *x: sum(x), *sums)
+        share = jnp.where(both.weight > 0, 1 / both.weight, 0)
+        return {"loss": both.total * share, **{name: value * share for name, value in both.metrics.items()}}
+
+    def _run(self, state: TrainState, batch: Any, fn: Callable[..., Any] | None, *, parts: int) -> Loss:
+        shapes = shapes_of(batch)
+        cached = fn, parts, tuple(jax.tree.leaves(shapes)), jax.tree.structure(shapes)
+        if cached not in self._compiled:
+            self._compiled[cached] = self._compile(shapes, fn, parts)
+        spec = P(BATCH_AXES) if parts > 1 else P()
+        batch = jax.device_put(batch, NamedSharding(self.setup.program.mesh, spec))
+        key = jax.random.fold_in(state.key, state.step)
+        return self._compiled[cached](state.params, state.extra, batch, key)
+
+    def _compile(self, shapes: Any, fn: Callable[..., Any] | None, parts: int) -> Callable[..., Loss]:
+        program = self.setup.program
+        loss = replace(self.setup.loss if fn is None else loss_function(fn), by_examples=True)
+        traced = self.setup.trace(loss, shapes, parts)
+
+        def device_sums(params, extra, batch, key):
+            held = held_params(program, gathered_for_step(program, params), None)
+            key = jax.random.fold_in(key, device_index(program))
+            sums, _ = traced(program.choices, held, batch, key, extra)
+            sums = Loss(sums.total.astype(jnp.float32), sums.weight, dict(sums.metrics))
+            # What is not split, every device has computed in full.
+            return collectives.total(sums, BATCH_AXES, program.sizes, "items") if parts > 1 else sums
+
+        specs = jax.tree.map(lambda leaf: leaf.spec(program.strategy.params), program.layout)
+        mapped = jax.shard_map(
+            device_sums,
+            mesh=program.mesh,
+            in_specs=(specs, P(), P(BATCH_AXES) if parts > 1 else P(), P()),
+            out_specs=P(),
+            check_vma=False,
+        )
+        return jax.jit(mapped)
+
+
+def _size(batch: Any) -> int:
+    sizes = {jnp.shape(x)[0] if jnp.ndim(x) else None for x in jax.tree.leaves(batch)}
+    if len(sizes) != 1 or None in sizes or 0 in sizes:
+        raise ValueError(f"the leaves of batch have the first dims {sizes}; all must have the same, above 0.")
+    return sizes.pop()
+
+
+def whole(params: Any) -> Any:
+    """A tree of sharded arrays as numpy arrays, brought to the host leaf by leaf. PRNG keys stay JAX arrays."""
+
+    def fetch(x):
+        return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x)
+
+    return jax.tree.map(fetch, params)

@@ -1,0 +1,159 @@
+"""What a step holds and sends, as a table: every leaf, where it lives and why, and every collective."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import jax
+
+from jaxshard.compiler import options_for
+from jaxshard.contract import Collective
+from jaxshard.mesh import axis_sizes, platform_of
+from jaxshard.setup import Setup
+from jaxshard.specs import Leaf, bytes_per_device
+from jaxshard.strategy import Placement, name_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeafRow:
+    """One parameter: the placement of its three states, its bytes on a device, and why it stays whole if it does.
+
+    whole_costs: bytes per device that splitting it would save, over the states that the strategy splits.
+    """
+
+    leaf: Leaf
+    params: str
+    grads: str
+    opt: str
+    bytes_per_device: int
+    whole_costs: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """leaves: a row per parameter. bytes_per_device: by class (params, grads, opt, extra). contract: every collective of a
+    step. options: XLA options of the target; left_out: those its compiler does not know. str() prints it all."""
+
+    strategy: str
+    mesh: dict[str, int]
+    leaves: tuple[LeafRow, ...]
+    bytes_per_device: dict[str, int]
+    contract: tuple[Collective, ...]
+    options: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def wire_bytes(self) -> int:
+        """What each device sends in a step."""
+        return sum(one.wire_bytes for one in self.contract)
+
+    def __str__(self) -> str:
+        mesh = " x ".join(f"{axis}={size}" for axis, size in self.mesh.items())
+        rows = [
+            (
+                row.leaf.path,
+                f"{row.leaf.dtype}{list(row.leaf.shape)}",
+                row.params,
+                row.grads,
+                row.opt,
+                f"{row.bytes_per_device:,}",
+                f"{row.leaf.whole_because} (+{row.whole_costs:,} B)" if row.leaf.whole_because else "",
+            )
+            for row in self.leaves
+        ]
+        header = ("leaf", "shape", "params", "grads", "opt", "B/device", "why whole")
+        totals = [(name, f"{size:,} B") for name, size in self.bytes_per_device.items()]
+        sent = [
+            (
+                f"{one.count} x {one.kind}",
+                one.dtype,
+                f"{one.bytes:,} B",
+                " x ".join(one.axes),
+                " > ".join(one.loops) or "-",
+                f"{one.purpose} {one.leaf}".strip(),
+                f"{one.wire_bytes:,} B",
+            )
+            for one in self.contract
+        ]
+        parts = [
+            f"{self.strategy} on {mesh}",
+            table(header, rows),
+            "held by each device:\n" + table((), totals),
+            f"sent by each device in a step, {self.wire_bytes:,} B:\n"
+            + table(("collective", "dtype", "buffer", "over", "inside", "for", "on the wire"), sent),
+        ]
+        if self.options:
+            parts.append("XLA options:\n" + table((), list(self.options.items())))
+        if self.left_out:
+            parts.append(
+                "XLA options that this compiler does not know, left out:\n"
+                + table((), list(self.left_out.items()))
+            )
+        return "\n\n".join(parts)
+
+
+def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """Rows in columns as wide as their widest cell."""
+    lines = ([header] if header else []) + rows
+    if not lines:
+        return "  (none)"
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join(
+        "  " + "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def explain(made: Setup, contract: tuple[Collective, ...], left_out: Mapping[str, str]) -> Explanation:
+    """Puts together what is known of a step. contract: what it sends. left_out: options its compiler does not know."""
+    program = made.program
+    options = options_for(program.strategy, platform_of(program.mesh), made.compiler_options)
+    return Explanation(
+        strategy=name_of(program.strategy),
+        mesh=axis_sizes(program.mesh),
+        leaves=tuple(_row(made, leaf) for leaf in jax.tree.leaves(program.layout)),
+        bytes_per_device=_held(made),
+        contract=contract,
+        options={name: value for name, value in options.items() if name not in left_out},
+        left_out=dict(left_out),
+    )
+
+
+def _row(made: Setup, leaf: Leaf) -> LeafRow:
+    program, strategy = made.program, made.program.strategy
+    opt = [x for x in jax.tree.leaves(made.where.opt) if x.owner == leaf.path]
+    states = [(strategy.params, leaf)] + ([(_gradients(made), leaf)] if leaf.trainable else [])
+    states += [(strategy.opt, x) for x in opt]
+    pieces = program.pieces
+    splits = [x.bytes for placement, x in states if placement.axes]
+    return LeafRow(
+        leaf=leaf,
+        params=_where(leaf, strategy.params),
+        grads=_where(leaf, _gradients(made)) if leaf.trainable else "none",
+        opt=_where(leaf, strategy.opt) if opt else "none",
+        bytes_per_device=sum(bytes_per_device(x, placement, program.mesh) for placement, x in states),
+        whole_costs=sum(size - size // pieces for size in splits) if leaf.dim is None else 0,
+    )
+
+
+def _gradients(made: Setup) -> Placement:
+    """How gradients are held between the backward pass and the update."""
+    return Placement() if made.program.deferred else made.program.at_use
+
+
+def _held(made: Setup) -> dict[str, int]:
+    program, strategy = made.program, made.program.strategy
+    learning = program.learning(program.layout)
+    extra = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(made.extra))
+    return {
+        "params": bytes_per_device(program.layout, strategy.params, program.mesh),
+        "grads": bytes_per_device(learning, _gradients(made), program.mesh),
+        "opt": bytes_per_device(made.where.opt, strategy.opt, program.mesh),
+        "extra": extra,
+    }
+
+
+def _where(leaf: Leaf, placement: Placement) -> str:
+    if leaf.dim is None or not placement.axes:
+        return str(Placement(devices=placement.devices))
+    return f"dim {leaf.dim} over {' x '.join(placement.axes)}"

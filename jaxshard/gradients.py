@@ -1,0 +1,335 @@
+"""What one device computes in a step: the gradient of the mean loss over all items of the global batch.
+
+Runs inside `shard_map`. The mean is over items: sums of losses and of items are added up over microbatches and
+devices, and divided once at the end, whatever falls where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxshard import collectives
+from jaxshard.collectives import Route
+from jaxshard.gather import Choices, Held, gather_at_use
+from jaxshard.jaxprs import dependent_outputs, trace
+from jaxshard.loss import Loss, LossFunction
+from jaxshard.mesh import axis_sizes, size_over
+from jaxshard.precision import Precision, cast_floats
+from jaxshard.specs import Leaf, path_of, route, split_axes
+from jaxshard.strategy import BATCH_AXES, Placement, Strategy
+
+MICROBATCHES = f"{collectives.SCOPE}.microbatches"
+"""The name scope of the loop over microbatches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedLoss:
+    """A loss function as a jaxpr over whole parameters, for one device's part of a batch."""
+
+    closed: ClosedJaxpr
+    result: Any  # (Loss, new_extra) as ShapeDtypeStructs
+
+    def __call__(self, choices: Choices, params: Any, batch: Any, key: Any, extra: Any) -> tuple[Loss, Any]:
+        """Evaluates it; the leaves of params may be `Held`."""
+        held = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Held))
+        flat = [*held, *jax.tree.leaves((batch, key, extra))]
+        return jax.tree.unflatten(jax.tree.structure(self.result), gather_at_use(self.closed, choices)(*flat))
+
+
+def trace_loss(
+    loss: LossFunction, mesh: Mesh, axis_name: str | None, params: Any, batch: Any, key: Any, extra: Any
+) -> TracedLoss:
+    """Traces a loss once, from ShapeDtypeStructs as one device sees them (parameters whole, in the compute dtype).
+
+    Raises ValueError when a leaf of the new `extra` that is no float could differ between devices: floats are
+    averaged, others have no mean.
+    """
+    closed, shapes = trace(loss, mesh, axis_name, params, batch, key, extra)
+    count = [len(jax.tree.leaves(x)) for x in (params, batch, key, extra)]
+    varies = [False] * count[0] + [True] * (count[1] + count[2]) + [False] * count[3]
+    named = jax.tree_util.tree_leaves_with_path(shapes[1])
+    flags = dependent_outputs(closed.jaxpr, varies)[-len(named) :] if named else []
+    differ = [
+        path_of(path)
+        for (path, x), flag in zip(named, flags, strict=True)
+        if flag and not jnp.issubdtype(x.dtype, jnp.inexact)
+    ]
+    if differ:
+        raise ValueError(
+            f"the leaves {differ} of extra are no floats and depend on the batch or the key, so devices would disagree "
+            "about them and no mean exists. Make them floats, or let them depend on extra and params alone."
+        )
+    return TracedLoss(closed=closed, result=shapes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """Everything that is known of a step before it runs; all of it static."""
+
+    loss: TracedLoss
+    layout: Any  # a pytree of Leaf, like params
+    strategy: Strategy
+    mesh: Mesh
+    precision: Precision
+    accumulate: int
+    choices: Choices
+    deferred: bool  # gradients are not reduced at their use
+
+    @property
+    def sizes(self):
+        return axis_sizes(self.mesh)
+
+    @property
+    def pieces(self) -> int:
+        return size_over(self.mesh, split_axes(self.strategy))
+
+    @property
+    def at_use(self) -> Placement:
+        """Where a gradient goes at its use: with one microbatch straight to where the optimizer state lives."""
+        return self.strategy.opt if self.accumulate == 1 else self.strategy.grads
+
+    def route(self, leaf: Leaf) -> Route:
+        """How a leaf and its gradient travel at the use."""
+        return route(leaf, self.strategy, self.mesh, self.precision, to=self.at_use, deferred=self.deferred)
+
+    def map(self, fn: Callable[..., Any], *trees: Any) -> Any:
+        """``fn(leaf, *arrays)`` over the parameters; a tree may have None where a leaf does not learn."""
+        leaves, structure = jax.tree.flatten(self.layout)
+        columns = [structure.flatten_up_to(tree) for tree in trees]
+        return jax.tree.unflatten(structure, [fn(*row) for row in zip(leaves, *columns, strict=True)])
+
+    def learning(self, params: Any) -> Any:
+        """The same tree with None in place of leaves that do not learn."""
+        return self.map(lambda leaf, x: x if leaf.trainable else None, params)
+
+
+def held_params(program: Program, params: Any, slots: Any) -> Any:
+    """Parameters as `Held`, ready for the loss. slots: a tree of arrays, or None to take no gradient."""
+    slots = program.map(lambda leaf: None) if slots is None else slots
+
+    def hold(leaf: Leaf, x: jax.Array, slot: jax.Array | None) -> Held:
+        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+        dtype = jnp.dtype(program.precision.compute) if is_float else leaf.dtype
+        return Held(
+            leaf=x,
+            slot=slot,
+            dtype=dtype,
+            dim=leaf.dim,
+            pieces=program.pieces,
+            route=program.route(leaf),
+            path=leaf.path,
+        )
+
+    return program.map(hold, params, slots)
+
+
+def forward_jaxpr(program: Program, params: Any, batch: Any, extra: Any) -> Jaxpr:
+    """The forward pass over one microbatch as the devices run it, from the shapes of global arrays."""
+    part = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((x.shape[0] // program.accumulate, *x.shape[1:]), x.dtype), batch
+    )
+    specs = jax.tree.map(lambda leaf: leaf.spec(program.strategy.params), program.layout)
+
+    def forward(params, batch, key, extra):
+        held = held_params(program, gathered_for_step(program, params), _zeros(program))
+        return program.loss(program.choices, held, batch, key, extra)[0].total
+
+    mapped = jax.shard_map(
+        forward, mesh=program.mesh, in_specs=(specs, P(BATCH_AXES), P(), P()), out_specs=P(), check_vma=False
+    )
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return jax.make_jaxpr(mapped)(params, part, key, extra).jaxpr
+
+
+def gathered_for_step(program: Program, params: Any) -> Any:
+    """For strategies that gather at the step's start: parameters whole, in the compute dtype."""
+    if program.strategy.gather == "use":
+        return params
+    axes = program.strategy.params.axes
+    params = cast_floats(params, program.precision.compute)
+    return program.map(
+        lambda leaf, x: collectives.gather(x, leaf.dim, axes, program.sizes, leaf.path), params
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Gradients:
+    """What a step's forward and backward passes give.
+
+    grads: like params, None for leaves that do not learn; of the mean loss, in the accumulate dtype, split as the
+    optimizer state is. loss: the mean. metrics: means by name. norm: global, before clipping. extra: the new one.
+    """
+
+    grads: Any
+    loss: jax.Array
+    metrics: dict[str, jax.Array]
+    norm: jax.Array
+    extra: Any
+
+
+def device_gradients(
+    program: Program, params: Any, extra: Any, batch: Any, key: jax.Array, scale: Any
+) -> Gradients:
+    """The gradients of one step, as one device computes them inside `shard_map`.
+
+    params, batch: this device's parts. key: of this step, the same on all devices. scale: the loss scale (float32
+    scalar), or None.
+    """
+    grads, sums, extra = local_sums(program, params, extra, batch, key, scale)
+    sums = collectives.total(sums, BATCH_AXES, program.sizes, "items")
+    share = item_share(sums.weight)
+    grads = _finish(program, grads, share, scale)
+    metrics = {name: value * share for name, value in sums.metrics.items()}
+    return Gradients(grads, sums.total * share, metrics, global_norm(program, grads), extra)
+
+
+def local_sums(
+    program: Program, params: Any, extra: Any, batch: Any, key: jax.Array, scale: Any
+) -> tuple[Any, Loss, Any]:
+    """(gradients as they leave their last use, this device's sums, the new extra) over all microbatches."""
+    key = jax.random.fold_in(key, device_index(program))
+    params = gathered_for_step(program, params)
+    run = _microbatch(program, params, key, scale)
+    zeros = _zeros(program)
+    if program.accumulate == 1:
+        return run(zeros, extra, batch, 0)
+    return _accumulate(program, run, zeros, extra, batch)
+
+
+def device_index(program: Program) -> jax.Array:
+    return lax.axis_index(tuple(axis for axis in program.mesh.axis_names if axis in BATCH_AXES))
+
+
+def item_share(weight: jax.Array) -> jax.Array:
+    """1 / weight, what one of so many items counts; no item anywhere contributes 0, never NaN."""
+    return jnp.where(weight > 0, 1 / jnp.where(weight > 0, weight, 1), 0)
+
+
+def _zeros(program: Program) -> Any:
+    """Slots: zeros as gradients are wanted at the use, None for leaves that do not learn."""
+
+    def zero(leaf: Leaf):
+        if not leaf.trainable:
+            return None
+        dtype = program.precision.accumulate if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype
+        shape = list(leaf.shape)
+        if leaf.dim is not None:
+            shape[leaf.dim] //= program.route(leaf).slot_pieces
+        return jnp.zeros(shape, dtype)
+
+    return program.map(zero)
+
+
+def _microbatch(program: Program, params: Any, key: jax.Array, scale: Any) -> Callable[..., Any]:
+    """(slots, extra, batch, index) -> (gradient of this microbatch's sum of losses, its sums, the new extra)."""
+
+    def run(slots, extra, batch, index):
+        def total(slots):
+            held = held_params(program, params, slots)
+            loss, new_extra = program.loss(
+                program.choices, held, batch, jax.random.fold_in(key, index), extra
+            )
+            sums = Loss(loss.total.astype(jnp.float32), loss.weight, dict(loss.metrics))
+            return loss.total, (sums, new_extra)
+
+        value, pull, (sums, new_extra) = jax.vjp(total, slots, has_aux=True)
+        if scale is None:
+            (grads,) = pull(jnp.ones_like(value))
+        else:
+            # A scaled *sum* overflows float16, so the seed is the scale per item, over all devices.
+            items = collectives.total(sums.weight, BATCH_AXES, program.sizes, "items")
+            (grads,) = pull((scale * item_share(items)).astype(value.dtype))
+            grads = jax.tree.map(lambda g: g * (items / scale).astype(g.dtype), grads)
+        return grads, sums, merge_extra(program, extra, new_extra, sums.weight)
+
+    return run
+
+
+def merge_extra(program: Program, extra: Any, new_extra: Any, weight: jax.Array) -> Any:
+    """One `extra` from all devices': floats become their mean weighted by items, other leaves agree already."""
+    if not any(jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(extra)):
+        return new_extra
+    items = collectives.total(weight, BATCH_AXES, program.sizes, "items")
+
+    def merge(path, old, new):
+        if not jnp.issubdtype(new.dtype, jnp.inexact):
+            return new
+        new = new.astype(old.dtype)
+        summed = collectives.total(
+            new * weight.astype(new.dtype), BATCH_AXES, program.sizes, f"extra/{path_of(path)}"
+        )
+        return jnp.where(items > 0, summed * item_share(items).astype(new.dtype), old)
+
+    return jax.tree_util.tree_map_with_path(merge, extra, new_extra)
+
+
+def _accumulate(program: Program, run: Callable[..., Any], zeros: Any, extra: Any, batch: Any) -> Any:
+    """All microbatches in a loop; no gradient collective is inside it when the strategy reduces once a step."""
+    k = program.accumulate
+    parts = jax.tree.map(lambda x: x.reshape(k, x.shape[0] // k, *x.shape[1:]), batch)
+    sums = jax.tree.map(lambda _: jnp.zeros((), jnp.float32), program.loss.result[0])
+
+    def add(carry, part):
+        grads, sums, extra = carry
+        new_grads, new_sums, extra = run(zeros, extra, *part)
+        return jax.tree.map(jnp.add, (grads, sums), (new_grads, new_sums)) + (extra,), None
+
+    with jax.named_scope(MICROBATCHES):
+        carry, _ = lax.scan(add, (zeros, sums, extra), (parts, jnp.arange(k)))
+    return carry
+
+
+def _finish(program: Program, grads: Any, share: jax.Array, scale: Any) -> Any:
+    """From the accumulated sums to the gradient of the mean, split as the optimizer state is."""
+    opt = program.strategy.opt.axes
+
+    def finish(leaf: Leaf, g):
+        if g is None:
+            return None
+        way = program.route(leaf)
+        after = share
+        if way.deferred:
+            if scale is not None:
+                g, after = g * (share * scale).astype(g.dtype), 1 / scale  # as large on the wire as at a use
+            last = route(leaf, program.strategy, program.mesh, program.precision, to=program.strategy.opt)
+            g = collectives.reduce(g, leaf.dim, last, leaf.path).astype(g.dtype)
+        elif way.scatter != opt:
+            g = collectives.own_piece(g, leaf.dim, opt[len(way.scatter) :], program.sizes)
+        return g * after.astype(g.dtype)
+
+    return program.map(finish, grads)
+
+
+def global_norm(program: Program, grads: Any) -> jax.Array:
+    """The norm of all gradients, each element counted once whatever is split, whole or replicated.
+
+    Every strategy adds up the same pieces in the same order (a device's own slices, then devices, then whole leaves),
+    so that they agree to the bit.
+    """
+    opt, axes = program.strategy.opt.axes, split_axes(program.strategy)
+    split, whole = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
+    for leaf, g in zip(*_columns(program, grads), strict=True):
+        if g is None:
+            continue
+        own = g if opt else collectives.own_piece(g, leaf.dim, axes, program.sizes)
+        square = jnp.sum(jnp.square(jnp.abs(own).astype(jnp.float32)))
+        if leaf.dim is None:
+            whole += square
+        else:
+            split += square
+    return jnp.sqrt(collectives.total(split, axes, program.sizes, "norm") + whole)
+
+
+def _columns(program: Program, tree: Any) -> tuple[list[Leaf], list[Any]]:
+    leaves, structure = jax.tree.flatten(program.layout)
+    return leaves, structure.flatten_up_to(tree)

@@ -1,0 +1,234 @@
+"""The structure of jaxprs: the one place that knows how JAX's higher-order primitives hold their programs.
+
+Equations are evaluated as one-equation jaxprs, so that name stacks, tracebacks and call parameters stay JAX's own
+business. What remains to be known is the few names and parameters below; `scan` differs between releases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+INLINED = ("jit", "pjit", "closed_call", "core_call")
+REMAT = ("remat2", "remat", "checkpoint")
+COLLECTIVES = {
+    "psum": "all_reduce",
+    "psum_invariant": "all_reduce",
+    "pmax": "all_reduce",
+    "pmin": "all_reduce",
+    "all_gather": "all_gather",
+    "all_gather_invariant": "all_gather",
+    "all_gather_reduced": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "all_to_all": "all_to_all",
+    "ragged_all_to_all": "all_to_all",
+    "ppermute": "permute",
+}
+
+
+def trace(fn: Callable[..., Any], mesh: Mesh, axis_name: str | None, *args: Any) -> tuple[ClosedJaxpr, Any]:
+    """The jaxpr of ``fn(*args)`` as one device of `mesh` runs it, and the shapes of its result.
+
+    args: pytrees of ShapeDtypeStructs with the shapes that one device sees. The function is traced under an abstract
+    `shard_map`, where the mesh axes have names. `axis_name` is one more name, for all batch axes together, that the
+    function may use; it is replaced by them in the result.
+    """
+    axis_env = None if axis_name is None else [(axis_name, mesh.size)]
+    traced: list[tuple[ClosedJaxpr, Any]] = []
+
+    def under_shard_map():
+        # A fresh function: JAX caches traces by the function's identity.
+        closed, shapes = jax.make_jaxpr(lambda *a: fn(*a), return_shape=True, axis_env=axis_env)(*args)
+        if axis_name is not None:
+            index = jax.make_jaxpr(jax.jit(lambda: jax.lax.axis_index(mesh.axis_names)))().jaxpr.eqns[0]
+            closed = ClosedJaxpr(_rename_axis(closed.jaxpr, axis_name, mesh.axis_names, index), closed.consts)
+        traced.append((closed, shapes))
+
+    jax.eval_shape(
+        jax.shard_map(under_shard_map, mesh=mesh.abstract_mesh, in_specs=(), out_specs=P(), check_vma=False)
+    )
+    return traced[0]
+
+
+def evaluate(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """The results of one equation, in the order of its outvars; None for those that nobody reads."""
+    literal = [isinstance(v, Literal) for v in eqn.invars]
+    variables = list(dict.fromkeys(v for v, lit in zip(eqn.invars, literal, strict=True) if not lit))
+    values = {v: x for v, x in zip(eqn.invars, operands, strict=True) if isinstance(v, Var)}
+    kept = [v for v in eqn.outvars if not is_dropped(v)]
+    jaxpr = Jaxpr(
+        constvars=(),
+        invars=variables,
+        outvars=kept,
+        eqns=[eqn],
+        effects=eqn.effects,
+        debug_info=_NO_DEBUG_INFO,
+    )
+    results = iter(jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*(values[v] for v in variables)))
+    return [None if is_dropped(v) else next(results) for v in eqn.outvars]
+
+
+def is_dropped(var: Var) -> bool:
+    return type(var).__name__ == "DropVar"
+
+
+_NO_DEBUG_INFO = jax.make_jaxpr(lambda: ())().jaxpr.debug_info.with_unknown_names()
+
+
+def subjaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
+    """Every program that an equation holds."""
+    found = []
+    for value in jax.tree.leaves(
+        list(eqn.params.values()), is_leaf=lambda x: isinstance(x, ClosedJaxpr | Jaxpr)
+    ):
+        if isinstance(value, ClosedJaxpr):
+            found.append(value.jaxpr)
+        elif isinstance(value, Jaxpr):
+            found.append(value)
+    return found
+
+
+def body_of(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]]:
+    """The program of a `jit`, `remat` or `scan` equation, with its constants."""
+    body = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    if isinstance(body, ClosedJaxpr):
+        return body.jaxpr, body.consts
+    if isinstance(body, Jaxpr):
+        return body, getattr(body, "consts", ())
+    raise NotImplementedError(
+        f"this JAX ({jax.__version__}) keeps the program of {eqn.primitive.name!r} in a way that is not known here; "
+        f"its parameters are {sorted(eqn.params)}."
+    )
+
+
+def scan_parts(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many operands of a `scan` are constants, and how many its carry; the rest are sliced.
+
+    Read off the ranks: a sliced operand, or a stacked result, has one dim more outside than inside. (Up to JAX 0.10
+    these counts are parameters of the equation, later they are not.)
+    """
+    body, _ = body_of(eqn)
+    carries = sum(
+        len(o.aval.shape) == len(i.aval.shape) for o, i in zip(eqn.outvars, body.outvars, strict=True)
+    )
+    sliced = sum(len(o.aval.shape) != len(i.aval.shape) for o, i in zip(eqn.invars, body.invars, strict=True))
+    return len(eqn.invars) - carries - sliced, carries
+
+
+def contains(jaxpr: Jaxpr, names: Sequence[str]) -> bool:
+    """Whether a primitive of one of these names stands anywhere in a program."""
+    return any(
+        eqn.primitive.name in names or any(contains(sub, names) for sub in subjaxprs(eqn))
+        for eqn in jaxpr.eqns
+    )
+
+
+def contains_remat(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name in REMAT or any(contains(sub, REMAT) for sub in subjaxprs(eqn))
+
+
+def is_gather(name: str, params: Mapping[str, Any]) -> bool:
+    """Whether a primitive with these parameters makes an array whole; `collectives.use` is seen as one custom_vjp call."""
+    if name == "custom_vjp_call":
+        return any(is_gather(eqn.primitive.name, eqn.params) for eqn in params["call_jaxpr"].eqns)
+    return COLLECTIVES.get(name) == "all_gather"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """An equation in its place: how often it runs, the name scopes it stands in, and what is around it.
+
+    loops: the name scope of each scan around it, outermost first. remats: how many remat regions are around it.
+    """
+
+    eqn: JaxprEqn
+    times: int = 1
+    scope: str = ""
+    loops: tuple[str, ...] = ()
+    remats: int = 0
+
+
+def walk(jaxpr: Jaxpr, around: Site | None = None) -> Iterator[Site]:
+    """Every equation of a program at any depth.
+
+    A `while` loop, whose length no one knows, counts once; so does each branch of a `cond`.
+    """
+    for eqn in jaxpr.eqns:
+        site = replace(around, eqn=eqn) if around else Site(eqn=eqn)
+        site = replace(site, scope=f"{site.scope}/{eqn.source_info.name_stack}")
+        yield site
+        if eqn.primitive.name == "scan":
+            site = replace(site, times=site.times * eqn.params["length"], loops=(*site.loops, site.scope))
+        if eqn.primitive.name in REMAT:
+            site = replace(site, remats=site.remats + 1)
+        for sub in subjaxprs(eqn):
+            yield from walk(sub, site)
+
+
+def axes_of(eqn: JaxprEqn) -> tuple[str, ...]:
+    """The mesh axes of a collective's equation."""
+    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    axes = axes if isinstance(axes, tuple | list) else (axes,)
+    return tuple(axis for axis in axes if isinstance(axis, str))
+
+
+def dependent_outputs(jaxpr: Jaxpr, sources: Sequence[bool]) -> list[bool]:
+    """Which results depend on the flagged inputs, or on which device runs the program."""
+    tainted = {v for v, flag in zip(jaxpr.invars, sources, strict=True) if flag}
+    for eqn in jaxpr.eqns:
+        varies = eqn.primitive.name == "axis_index" or any(
+            v in tainted for v in eqn.invars if isinstance(v, Var)
+        )
+        if not varies:
+            continue
+        flags = [True] * len(eqn.outvars)
+        if eqn.primitive.name in INLINED + REMAT:
+            inner, _ = body_of(eqn)
+            flags = dependent_outputs(inner, [isinstance(v, Var) and v in tainted for v in eqn.invars])
+        tainted.update(v for v, flag in zip(eqn.outvars, flags, strict=True) if flag)
+    return [isinstance(v, Var) and v in tainted for v in jaxpr.outvars]
+
+
+def _rename_axis(jaxpr: Jaxpr, name: str, axes: tuple[str, ...], index: JaxprEqn) -> Jaxpr:
+    """The same program with the axis `name` replaced by `axes`, in every collective at any depth.
+
+    index: an equation whose result is the device's index along all `axes` (the primitive itself takes one axis only).
+    """
+
+    def renamed(value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return type(value)(renamed(v) for v in value) if _holds_programs(value) else value
+        if isinstance(value, Jaxpr):
+            return _rename_axis(value, name, axes, index)
+        if isinstance(value, ClosedJaxpr):
+            return ClosedJaxpr(_rename_axis(value.jaxpr, name, axes, index), value.consts)
+        return value
+
+    def rename_in(eqn: JaxprEqn) -> JaxprEqn:
+        if eqn.primitive.name == "axis_index" and axes_of(eqn) == (name,):
+            return index.replace(outvars=eqn.outvars)
+        params = {key: renamed(value) for key, value in eqn.params.items()}
+        if eqn.primitive.name in ("custom_vjp_call", "custom_jvp_call") and any(
+            name in axes_of(site.eqn) for sub in subjaxprs(eqn) for site in walk(sub)
+        ):
+            raise NotImplementedError(
+                f"axis_name={name!r} is used inside a custom derivative rule, where it cannot be replaced by {axes}. "
+                f"Name the axes {axes} there instead."
+            )
+        for key in ("axes", "axis_name"):
+            if key in params and name in axes_of(eqn):
+                old = params[key] if isinstance(params[key], tuple) else (params[key],)
+                params[key] = tuple(a for axis in old for a in (axes if axis == name else (axis,)))
+        return eqn.replace(params=params)
+
+    return jaxpr.replace(eqns=[rename_in(eqn) for eqn in jaxpr.eqns])
+
+
+def _holds_programs(value: tuple | list) -> bool:
+    return any(isinstance(v, ClosedJaxpr | Jaxpr) for v in value)

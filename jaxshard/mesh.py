@@ -1,0 +1,75 @@
+"""Device meshes: the two batch axes, and CPU devices that stand in for GPUs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from jaxshard.strategy import BATCH_AXES, REPLICA, SHARD
+
+
+def make_mesh(*, replica: int = 1, shard: int = -1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh of ``replica x shard`` devices.
+
+    replica: how many copies of the states there are. shard: over how many devices each copy may be split.
+    One of the two may be -1: what is left of the devices. devices: all of `jax.devices()` by default.
+
+    Both axes split the batch. Raises ValueError when the factors do not multiply to the number of devices.
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    factors = {REPLICA: replica, SHARD: shard}
+    said = " x ".join(f"{axis}={size}" for axis, size in factors.items())
+    bad = [axis for axis, size in factors.items() if size != -1 and size < 1]
+    if bad or list(factors.values()).count(-1) > 1:
+        raise ValueError(f"make_mesh({said}): sizes are 1 or more, and at most one may be -1 (what is left).")
+    known = math.prod(size for size in factors.values() if size != -1)
+    sizes = [len(devices) // known if size == -1 else size for size in factors.values()]
+    if math.prod(sizes) != len(devices):
+        raise ValueError(
+            f"make_mesh({said}): there are {len(devices)} devices, and {' x '.join(map(str, sizes))} = "
+            f"{math.prod(sizes)}. Choose factors whose product is {len(devices)}, or pass devices=."
+        )
+    return jax.make_mesh(tuple(sizes), BATCH_AXES, axis_types=(AxisType.Auto,) * 2, devices=devices)
+
+
+def axis_sizes(mesh: Mesh) -> dict[str, int]:
+    """Size by axis name. Raises ValueError when one of the batch axes is missing."""
+    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    missing = [axis for axis in BATCH_AXES if axis not in sizes]
+    if missing:
+        raise ValueError(
+            f"the mesh has the axes {mesh.axis_names}; {missing} missing. Make it with make_mesh(replica=, shard=)."
+        )
+    return sizes
+
+
+def size_over(mesh: Mesh, axes: Sequence[str]) -> int:
+    """The number of pieces that a split over these axes makes."""
+    sizes = axis_sizes(mesh)
+    return math.prod(sizes[axis] for axis in axes)
+
+
+def platform_of(mesh: Mesh) -> str:
+    """The platform of a mesh's devices: cpu, gpu or cuda, tpu."""
+    return mesh.devices.flat[0].platform
+
+
+def force_cpu_devices(count: int) -> None:
+    """Makes this process see `count` CPU devices and nothing else: a mesh to test on.
+
+    Must run before JAX is first used. Raises RuntimeError when that is too late.
+    """
+    try:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:
+        pass  # JAX has started; below we see whether it has what was asked for.
+    found = jax.devices()
+    if len(found) != count or found[0].platform != "cpu":
+        raise RuntimeError(
+            f"JAX has already started with {len(found)} {found[0].platform} device(s), so it cannot get {count} CPU "
+            "devices now. Call force_cpu_devices before anything that computes, or set JAX_NUM_CPU_DEVICES."
+        )

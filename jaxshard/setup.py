@@ -1,0 +1,217 @@
+"""What a training step is made of, checked and traced before anything runs."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxshard.gather import Choices, body_remat
+from jaxshard.gradients import Program, TracedLoss, trace_loss
+from jaxshard.loss import LossFunction, loss_function
+from jaxshard.mesh import axis_sizes, size_over
+from jaxshard.precision import Precision, cast_floats
+from jaxshard.specs import check_batch, layout, split_axes
+from jaxshard.state import StateLayout, TrainState, born_sharded, check_shapes, placed, state_layout
+from jaxshard.strategy import BATCH_AXES, Strategy, name_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A step before it is built. batch: the shapes of a global batch. params, extra: shapes, as they are stored."""
+
+    loss: LossFunction
+    optimizer: optax.GradientTransformation
+    params: Any
+    extra: Any
+    batch: Any
+    program: Program
+    where: StateLayout
+    clip: float | None
+    axis_name: str | None
+    compiler_options: Mapping[str, str]
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """What a batch size must divide by, by name."""
+        sizes = axis_sizes(self.program.mesh)
+        return {axis: sizes[axis] for axis in BATCH_AXES} | {"accumulate": self.program.accumulate}
+
+    def program_for(self, batch: Any) -> Program:
+        """The program for a global batch: traced already for the example's shapes, anew for others."""
+        if shapes_of(batch) == self.batch:
+            return self.program
+        check_batch(batch, self.parts)
+        return replace(
+            self.program, loss=self.trace(self.loss, batch, self.program.mesh.size * self.program.accumulate)
+        )
+
+    def trace(self, loss: LossFunction, batch: Any, parts: int) -> TracedLoss:
+        """Traces a loss on one of `parts` equal parts of a batch."""
+        mesh, precision = self.program.mesh, self.program.precision
+        return traced(loss, mesh, self.axis_name, precision, self.params, self.extra, batch, parts)
+
+    def batch_sharding(self) -> NamedSharding:
+        return NamedSharding(self.program.mesh, P(BATCH_AXES))
+
+    def place(self, batch: Any) -> Any:
+        """A global batch, split over the batch axes."""
+        return jax.device_put(batch, self.batch_sharding())
+
+    def initial_state(self, init: Any, key: jax.Array | None) -> TrainState:
+        """The state at step 0, from a function of a key or from existing arrays. See `Training.init`."""
+        expected = (self.params, self.extra)
+        if callable(init):
+            if key is None:
+                raise ValueError("init(init_fn, key): a function needs the key it is called with.")
+            given = split_extra(jax.eval_shape(init, key), self.loss)
+            _check_given(given, expected)
+            return born_sharded(
+                self.program, self.optimizer, self.where, lambda k: split_extra(init(k), self.loss), key
+            )
+        given = split_extra(init, self.loss)
+        _check_given(given, expected)
+        key = jax.random.key(0) if key is None else key
+        return placed(self.program, self.optimizer, self.where, *given, key)
+
+
+def _check_given(given: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
+    check_shapes(given[0], expected[0], "the parameters given to init")
+    check_shapes(given[1], expected[1], "the extra given to init")
+
+
+def setup(
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    *,
+    params: Any,
+    batch: Any,
+    mesh: Mesh,
+    strategy: Strategy,
+    accumulate: int,
+    clip: float | None,
+    precision: Precision,
+    remat: Any,
+    trainable: Any,
+    whole_budget: float,
+    axis_name: str | None,
+    compiler_options: Mapping[str, str],
+) -> Setup:
+    """Checks every choice and traces the loss. The arguments are those of `parallelize`, all given."""
+    sizes = axis_sizes(mesh)
+    _check(strategy, sizes, accumulate, clip, optimizer)
+    check_batch(batch, {axis: sizes[axis] for axis in BATCH_AXES} | {"accumulate": accumulate})
+    loss = loss_function(loss_fn)
+    shapes, extra = split_extra(_param_shapes(params), loss)
+    stored = jax.eval_shape(lambda p: cast_floats(p, precision.params), shapes)
+    extra = shapes_of(extra)
+    first = traced(loss, mesh, axis_name, precision, stored, extra, batch, mesh.size * accumulate)
+    program = Program(
+        loss=first,
+        layout=layout(
+            stored,
+            first.closed.jaxpr,
+            size_over(mesh, split_axes(strategy)),
+            whole_budget=whole_budget,
+            trainable=trainable,
+        ),
+        strategy=strategy,
+        mesh=mesh,
+        precision=precision,
+        accumulate=accumulate,
+        choices=Choices(
+            regather=strategy.regather,
+            tie=strategy.prefer == "memory",
+            remat=body_remat(remat, tie=strategy.prefer == "memory"),
+        ),
+        deferred=strategy.defers(accumulate),
+    )
+    return Setup(
+        loss=loss,
+        optimizer=optimizer,
+        params=stored,
+        extra=extra,
+        batch=shapes_of(batch),
+        program=program,
+        where=state_layout(program, optimizer, stored, extra),
+        clip=clip,
+        axis_name=axis_name,
+        compiler_options=compiler_options,
+    )
+
+
+def traced(
+    loss: LossFunction,
+    mesh: Mesh,
+    axis_name: str | None,
+    precision: Precision,
+    params: Any,
+    extra: Any,
+    batch: Any,
+    parts: int,
+) -> TracedLoss:
+    """A loss traced on one of `parts` equal parts of a global batch, with parameters whole and in the compute dtype."""
+    part = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype), shapes_of(batch)
+    )
+    whole = jax.eval_shape(lambda p: cast_floats(p, precision.compute), params)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return trace_loss(loss, mesh, axis_name, whole, part, key, extra)
+
+
+def shapes_of(tree: Any) -> Any:
+    """The ShapeDtypeStructs of a pytree of arrays, in the dtypes JAX would give them."""
+
+    def shape(x):
+        dtype = x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
+        dtype = dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(dtype)
+        return jax.ShapeDtypeStruct(jnp.shape(x), dtype)
+
+    return jax.tree.map(shape, tree)
+
+
+def split_extra(given: Any, loss: LossFunction) -> tuple[Any, Any]:
+    """(params, extra); without `extra` in the loss's signature all of it is params."""
+    if not loss.takes_extra:
+        return given, None
+    if not (isinstance(given, tuple) and len(given) == 2):
+        raise TypeError(
+            f"{loss.name} takes `extra`, so params (or what init_fn returns) must be the pair (params, extra); "
+            f"it is a {type(given).__name__}."
+        )
+    return given
+
+
+def _param_shapes(params: Any) -> Any:
+    if inspect.isfunction(params) or inspect.ismethod(params) or isinstance(params, functools.partial):
+        return jax.eval_shape(params, jax.random.key(0))
+    return shapes_of(params)
+
+
+def _check(
+    strategy: Strategy, sizes: Mapping[str, int], accumulate: int, clip: float | None, optimizer: Any
+) -> None:
+    if sizes["replica"] < strategy.min_replicas:
+        raise ValueError(
+            f"{name_of(strategy)} wants at least {strategy.min_replicas} replicas, and the mesh has "
+            f"{' x '.join(f'{axis}={size}' for axis, size in sizes.items())}. "
+            f"Use make_mesh(replica={strategy.min_replicas}), or zero3 for a mesh with one replica."
+        )
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(
+            f"accumulate={accumulate!r}: the number of microbatches per step, an int of 1 or more."
+        )
+    if clip is not None and not clip > 0:
+        raise ValueError(f"clip={clip!r}: the largest global norm of the gradients, above 0, or None.")
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}; pass an optax optimizer, such as optax.adamw(3e-4)."
+        )

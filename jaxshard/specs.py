@@ -1,0 +1,232 @@
+"""From the loss function, the parameters and the mesh to where every leaf lives, and why.
+
+One layout serves all strategies: which dim of a leaf may be split, and which leaves stay whole, does not depend on the
+strategy. So strategies can be compared leaf by leaf, and those that reduce at the same moment agree to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxshard.collectives import Route
+from jaxshard.mesh import axis_sizes, size_over
+from jaxshard.onshard import sliced_dims
+from jaxshard.precision import Precision
+from jaxshard.strategy import BATCH_AXES, SHARD, Placement, Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaf:
+    """One array of a pytree and what may be done with it.
+
+    dim: the dim that strategies may split, None for a leaf that always stays whole. whole_because: why it does, and
+    what would split it. trainable: whether it has a gradient. owner: for a leaf of an optimizer's state, the path of
+    the parameter it belongs to.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    dim: int | None
+    trainable: bool = True
+    whole_because: str = ""
+    owner: str = ""
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * _itemsize(self.dtype)
+
+    def spec(self, placement: Placement) -> P:
+        """The PartitionSpec of this leaf under a placement."""
+        return spec_of(self.dim, placement.axes)
+
+
+def spec_of(dim: int | None, axes: Sequence[str]) -> P:
+    return P() if dim is None or not axes else P(*(None,) * dim, tuple(axes))
+
+
+def _itemsize(dtype: Any) -> int:
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return math.prod(jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype)).shape) * 4
+    return jnp.dtype(dtype).itemsize
+
+
+def split_axes(strategy: Strategy) -> tuple[str, ...]:
+    """The axes that a layout divides leaves by: those of the optimizer state, `shard` for strategies that split none."""
+    return strategy.opt.axes or (SHARD,)
+
+
+def layout(
+    params: Any,
+    jaxpr: Jaxpr,
+    pieces: int,
+    *,
+    whole_budget: float = 0.01,
+    trainable: Callable[[str], bool] | Any = None,
+) -> Any:
+    """A pytree of `Leaf` for a pytree of ShapeDtypeStructs.
+
+    jaxpr: of the loss, whose first inputs are the leaves. pieces: into how many a leaf may be split. The dim split is
+    the first one that divides and that the loss does not slice layer by layer. whole_budget: the smallest leaves stay
+    whole while their bytes stay within this fraction of all parameters' bytes / pieces. trainable: a predicate on the
+    path, or a mask tree; None trains every float and complex leaf.
+
+    Raises ValueError for a negative budget, or a mask of another structure.
+    """
+    if not whole_budget >= 0:
+        raise ValueError(
+            f"whole_budget={whole_budget}: a fraction, 0 or more (0 splits all that can be split)."
+        )
+    named, structure = jax.tree_util.tree_flatten_with_path(params)
+    learns = _trainable(trainable, params)
+    sliced = sliced_dims(jaxpr, len(named), pieces)
+    leaves = [
+        _leaf(path_of(path), x, taken, pieces, learn)
+        for (path, x), taken, learn in zip(named, sliced, learns, strict=True)
+    ]
+    budget = whole_budget * sum(leaf.bytes for leaf in leaves) / pieces
+    small = set()
+    for leaf in sorted((leaf for leaf in leaves if leaf.dim is not None), key=lambda leaf: leaf.bytes):
+        budget -= leaf.bytes
+        if budget < 0:
+            break
+        small.add(leaf.path)
+    because = f"one of the smallest leaves, within whole_budget={whole_budget:g}; whole_budget=0 splits it"
+    return jax.tree.unflatten(
+        structure, [replace(x, dim=None, whole_because=because) if x.path in small else x for x in leaves]
+    )
+
+
+def _leaf(path: str, x: Any, sliced: set[int], pieces: int, trainable: bool) -> Leaf:
+    divides = [d for d, size in enumerate(x.shape) if size > 0 and size % pieces == 0]
+    allowed = [d for d in divides if d not in sliced]
+    because = ""
+    if not x.shape:
+        because = "a scalar"
+    elif jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        because = "a PRNG key"
+    elif math.prod(x.shape) == 0:
+        because = "empty"
+    elif not divides:
+        up = [-(-size // pieces) * pieces for size in x.shape]
+        because = f"no dim of {x.shape} divides by {pieces}; e.g. {up[0]} in place of {x.shape[0]} would"
+    elif not allowed:
+        because = f"the loss slices it along dim {divides[0]}, the only one that divides by {pieces}"
+    dim = None if because else allowed[0]
+    return Leaf(
+        path=path, shape=tuple(x.shape), dtype=x.dtype, dim=dim, trainable=trainable, whole_because=because
+    )
+
+
+def _trainable(trainable: Any, params: Any) -> list[bool]:
+    named = jax.tree_util.tree_leaves_with_path(params)
+    if trainable is None:
+        asked = [True] * len(named)
+    elif callable(trainable):
+        asked = [bool(trainable(path_of(path))) for path, _ in named]
+    else:
+        if jax.tree.structure(trainable) != jax.tree.structure(params):
+            raise ValueError(
+                f"trainable is a mask of structure {jax.tree.structure(trainable)}, but params have "
+                f"{jax.tree.structure(params)}. Pass one bool per leaf, or a predicate on the path."
+            )
+        asked = [bool(flag) for flag in jax.tree.leaves(trainable)]
+    # Only what can be differentiated can learn.
+    return [flag and jnp.issubdtype(x.dtype, jnp.inexact) for flag, (_, x) in zip(asked, named, strict=True)]
+
+
+def path_of(path: Sequence[Any]) -> str:
+    """A leaf's place in its tree, such as ``blocks/mlp/kernel``."""
+    return jax.tree_util.keystr(tuple(path), simple=True, separator="/") or "params"
+
+
+def route(
+    leaf: Leaf, strategy: Strategy, mesh: Mesh, precision: Precision, *, to: Placement, deferred: bool = False
+) -> Route:
+    """How this leaf travels in a step: the difference between the rungs of the ladder.
+
+    to: where its gradient goes. deferred: not at the use, but in one reduction after the last microbatch.
+    """
+    scatter = () if leaf.dim is None else to.axes
+    return Route(
+        sizes=axis_sizes(mesh),
+        # Gathered at the step's start, it is whole at every use.
+        gather=() if leaf.dim is None or strategy.gather == "step" else strategy.params.axes,
+        scatter=scatter,
+        spread=tuple(axis for axis in BATCH_AXES if axis not in scatter),
+        deferred=deferred,
+        reduce_dtype=precision.reduce,
+    )
+
+
+def optimizer_layout(opt_state: Any, params_layout: Any, pieces: int) -> Any:
+    """A pytree of `Leaf` for an optimizer's state.
+
+    A leaf of its parameter's shape (found by the end of its path) takes its parameter's dim; any other is split along
+    the first dim that divides, by its own shape.
+    """
+    by_path = {
+        tuple(map(str, path)): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(
+            params_layout, is_leaf=lambda x: isinstance(x, Leaf)
+        )
+    }
+
+    def place(path, x):
+        keys = tuple(map(str, path))
+        owners = (by_path.get(keys[start:]) for start in range(len(keys) + 1))
+        owner = next((leaf for leaf in owners if leaf is not None and leaf.shape == tuple(x.shape)), None)
+        if owner is None:
+            return _leaf(path_of(path), x, set(), pieces, trainable=False)
+        return replace(owner, path=path_of(path), dtype=x.dtype, trainable=False, owner=owner.path)
+
+    return jax.tree_util.tree_map_with_path(place, opt_state)
+
+
+def shardings(tree_layout: Any, placement: Placement, mesh: Mesh) -> Any:
+    """Where the leaves of a layout live under a placement."""
+    return jax.tree.map(lambda leaf: sharding(leaf.spec(placement), placement, mesh), tree_layout)
+
+
+def sharding(spec: P, placement: Placement, mesh: Mesh) -> Sharding:
+    """A spec on the devices of a placement."""
+    return (
+        SingleDeviceSharding(mesh.devices.flat[0])
+        if placement.devices == "first"
+        else NamedSharding(mesh, spec)
+    )
+
+
+def bytes_per_device(tree_layout: Any, placement: Placement, mesh: Mesh) -> int:
+    """What one device holds of these leaves."""
+    pieces = size_over(mesh, placement.axes)
+    return sum(leaf.bytes // (pieces if leaf.dim is not None else 1) for leaf in jax.tree.leaves(tree_layout))
+
+
+def check_batch(batch: Any, parts: Mapping[str, int]) -> None:
+    """Raises ValueError unless every leaf has the same leading size, divisible by all `parts` (named factors)."""
+    named = jax.tree_util.tree_leaves_with_path(batch)
+    if not named:
+        raise ValueError("batch has no arrays; pass a pytree of arrays whose first dim is the global batch.")
+    sizes = {path_of(path) or "batch": jnp.shape(x)[0] if jnp.ndim(x) else None for path, x in named}
+    if len(set(sizes.values())) > 1 or None in sizes.values():
+        raise ValueError(
+            f"the leaves of batch disagree in their first dim, which is the global batch: {sizes}."
+        )
+    size, divisor = next(iter(sizes.values())), math.prod(parts.values())
+    if size == 0 or size % divisor:
+        said = " x ".join(f"{name}={count}" for name, count in parts.items())
+        below, above = size // divisor * divisor, (size // divisor + 1) * divisor
+        near = f"{below} or {above}" if below else f"{above}"
+        raise ValueError(
+            f"a batch of {size} does not divide by {said} = {divisor}; the nearest sizes that do: {near}."
+        )

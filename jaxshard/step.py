@@ -1,0 +1,245 @@
+"""`parallelize`: the one step builder. It never asks which strategy it has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.stages import Lowered
+
+from jaxshard.compiler import Built, build, options_for
+from jaxshard.contract import Collective, count_collectives, expected_collectives, hold
+from jaxshard.dp import DataParallel
+from jaxshard.evaluate import Evaluation, whole
+from jaxshard.explain import Explanation, explain
+from jaxshard.gradients import Gradients, Program, device_gradients
+from jaxshard.mesh import make_mesh, platform_of
+from jaxshard.precision import Precision
+from jaxshard.setup import Setup, setup, shapes_of
+from jaxshard.state import TrainState
+from jaxshard.strategy import BATCH_AXES, Strategy, named
+from jaxshard.update import step_metrics, updated
+
+
+def parallelize(
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    *,
+    params: Any,
+    batch: Any,
+    mesh: Mesh | None = None,
+    strategy: str | Strategy = "zero3",
+    accumulate: int = 1,
+    clip: float | None = None,
+    precision: Precision | None = None,
+    remat: str | Callable[..., Any] = "none",
+    trainable: Any = None,
+    whole_budget: float = 0.01,
+    axis_name: str | None = None,
+    compiler_options: Mapping[str, str] | None = None,
+) -> Training | DataParallel:
+    """A training step for any loss function, sharded as the strategy says.
+
+    loss_fn: ``(params, batch) -> loss``; ``key=`` (another on every device and microbatch) and ``extra=`` (state that is
+        not trained) are passed if its signature names them. The loss is a float scalar, a mean over the examples it is
+        given, or a `Loss`; with ``extra``, the pair ``(loss, new_extra)``.
+    optimizer: any optax optimizer.
+    params: the parameters' shapes: a function of a PRNG key (as given to `Training.init`; it is not run), or a pytree
+        of arrays or ShapeDtypeStructs. With ``extra``, ``(params, extra)``.
+    batch: the shapes of a global batch: arrays or ShapeDtypeStructs whose first dim is the batch.
+    mesh: of `make_mesh`; by default all devices along `shard` (and 2 replicas for a strategy that needs them).
+    accumulate: microbatches per step. clip: the global norm that gradients are clipped to.
+    remat: ``"none"``, ``"full"``, ``"dots"`` or a policy of `jax.checkpoint_policies`, for the bodies of scans over layers.
+    trainable: a predicate on the path (``blocks/mlp/kernel``), or a mask tree; by default every float and complex leaf.
+    whole_budget: the smallest leaves stay whole while they cost less than this fraction of a device's share.
+    axis_name: a name the model uses for its batch axis, such as BatchNorm's.
+    compiler_options: XLA options that win over the strategy's own; None as a value drops one.
+
+    The loss is traced here, once. Raises ValueError or TypeError, naming the argument, for whatever does not fit.
+    """
+    strategy = named(strategy)
+    made = setup(
+        loss_fn,
+        optimizer,
+        params=params,
+        batch=batch,
+        mesh=make_mesh(replica=strategy.min_replicas) if mesh is None else mesh,
+        strategy=strategy,
+        accumulate=accumulate,
+        clip=clip,
+        precision=Precision() if precision is None else precision,
+        remat=remat,
+        trainable=trainable,
+        whole_budget=whole_budget,
+        axis_name=axis_name,
+        compiler_options=dict(compiler_options or {}),
+    )
+    # The one strategy that is no single program.
+    return DataParallel(made) if strategy.params.devices == "first" else Training(made)
+
+
+class Training:
+    """A training step with its state's layout. Made by `parallelize`."""
+
+    def __init__(self, made: Setup):
+        self.setup = made
+        self._built: dict[Any, Built] = {}
+        self._evaluation = Evaluation(made)
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.setup.program.mesh
+
+    @property
+    def strategy(self) -> Strategy:
+        return self.setup.program.strategy
+
+    @property
+    def state_shapes(self) -> TrainState:
+        """The state as ShapeDtypeStructs that carry their shardings."""
+        where = self.setup.where
+        return jax.tree.map(_with_sharding, where.shapes, where.shardings)
+
+    def init(self, init_fn: Any, key: jax.Array | None = None) -> TrainState:
+        """The state at step 0, born sharded: no leaf is ever whole on a device unless its spec says so.
+
+        init_fn: a function of `key` that returns params (or ``(params, extra)``), run as one global computation whose
+        values are the same on every mesh; or a pytree of existing arrays, which are copied. Initialisers that do not
+        partition (orthogonal) need up to four copies of their leaf while they run.
+
+        Raises ValueError when shapes differ from those given to `parallelize`.
+        """
+        return self.setup.initial_state(init_fn, key)
+
+    def step_fn(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One step, pure and unjitted, for your own `jit`: ``(state, batch) -> (state, metrics)``."""
+        program = self.setup.program_for(batch)
+        key = jax.random.fold_in(state.key, state.step)
+        scale = None if state.scale is None else state.scale.scale
+        result = _global_gradients(program, state.params, state.extra, batch, key, scale)
+        new = updated(program, self.setup.optimizer, self.setup.where, state, result, self.setup.clip)
+        return new, step_metrics(result, new)
+
+    def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One step. state is donated: use the one returned. batch: a global batch of numpy or JAX arrays.
+
+        Returns the new state and metrics, device scalars: ``loss`` and the `Loss.metrics` as means over items,
+        ``grad_norm`` before clipping; with float16 ``loss_scale`` and ``skipped`` (steps, so far).
+
+        Raises ValueError when the batch does not divide.
+        """
+        return self.built(batch).compiled(state, self.setup.place(batch))
+
+    def evaluate(
+        self, state: TrainState, batch: Any, fn: Callable[..., Any] | None = None
+    ) -> dict[str, jax.Array]:
+        """Loss and metrics of a batch of any size, without a gradient.
+
+        fn: another function of the same signature as the loss. What divides by the devices is split, the rest runs
+        whole on every device; results are weighted by items, those of a plain scalar by examples.
+        """
+        return self._evaluation(state, batch, fn)
+
+    def whole(self, state: TrainState) -> Any:
+        """The parameters as numpy arrays, brought to the host leaf by leaf."""
+        return whole(state.params)
+
+    def lower(self, batch: Any = None) -> Lowered:
+        """The step, lowered for this mesh (of devices that exist, or of a compile-only target), not run."""
+        return self._jitted().lower(self.state_shapes, self._batch_shapes(batch))
+
+    def built(self, batch: Any = None) -> Built:
+        """The compiled step for a batch of these shapes. Raises RuntimeError if donated state is not reused in place."""
+        shapes = self._batch_shapes(batch)
+        cached = tuple(jax.tree.leaves(shapes_of(shapes))), jax.tree.structure(shapes)
+        if cached not in self._built:
+            own = self.setup.compiler_options
+            built = build(
+                self.lower(shapes), options_for(self.strategy, platform_of(self.mesh), own), required=own
+            )
+            _check_donation(built, self.state_shapes)
+            self._built[cached] = built
+        return self._built[cached]
+
+    def explain(self) -> Explanation:
+        """A table of leaves (where each lives, why, and what it costs) and every collective of one step."""
+        left_out = {name: value for built in self._built.values() for name, value in built.left_out.items()}
+        return explain(self.setup, self.contract(), left_out)
+
+    def contract(self) -> tuple[Collective, ...]:
+        """Every collective of one step, counted in its jaxpr. Raises ContractError for one its strategy has not."""
+        return self._contract
+
+    @cached_property
+    def _contract(self) -> tuple[Collective, ...]:
+        traced = self._jitted().trace(self.state_shapes, self._batch_shapes(None))
+        counted = count_collectives(traced.jaxpr.jaxpr, self.setup.program.sizes)
+        hold(expected_collectives(self.setup), counted)
+        return counted
+
+    def _jitted(self):
+        return jax.jit(
+            lambda state, batch: self.step_fn(state, batch), donate_argnums=0, out_shardings=self._results()
+        )
+
+    def _results(self):
+        return self.setup.where.shardings, NamedSharding(self.mesh, P())
+
+    def _batch_shapes(self, batch: Any) -> Any:
+        sharding = self.setup.batch_sharding()
+        shapes = shapes_of(self.setup.batch if batch is None else batch)
+        return jax.tree.map(lambda x: _with_sharding(x, sharding), shapes)
+
+
+def _with_sharding(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def _global_gradients(
+    program: Program, params: Any, extra: Any, batch: Any, key: Any, scale: Any
+) -> Gradients:
+    """The device's program over global arrays."""
+    strategy, layout = program.strategy, program.layout
+    specs = jax.tree.map(lambda leaf: leaf.spec(strategy.params), layout)
+    results = Gradients(
+        grads=program.learning(jax.tree.map(lambda leaf: leaf.spec(strategy.opt), layout)),
+        loss=P(),
+        metrics=P(),
+        norm=P(),
+        extra=P(),
+    )
+    mapped = jax.shard_map(
+        lambda *args: device_gradients(program, *args),
+        mesh=program.mesh,
+        in_specs=(specs, P(), P(BATCH_AXES), P(), P()),
+        out_specs=results,
+        check_vma=False,
+    )
+    return mapped(params, extra, batch, key, scale)
+
+
+def _check_donation(built: Built, state: TrainState) -> None:
+    memory = built.compiled.memory_analysis()
+    if memory is None:
+        return
+    donated = sum(_local_bytes(x) for x in jax.tree.leaves(state))
+    if memory.alias_size_in_bytes < donated:
+        raise RuntimeError(
+            f"{donated - memory.alias_size_in_bytes} of the state's {donated} bytes per device are not updated in place, "
+            "so a step needs them twice. A leaf whose shape or dtype the optimizer changes does that: "
+            "keep both (check with jax.eval_shape(optimizer.update, ...))."
+        )
+
+
+def _local_bytes(x: jax.ShapeDtypeStruct) -> int:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.eval_shape(jax.random.key_data, x)
+        return x.size * x.dtype.itemsize
+    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize

@@ -1,0 +1,164 @@
+"""A strategy is data: where parameters, gradients and optimizer state live, and when they move.
+
+A reader starts here. Every collective of a training step is the difference between two neighbouring
+rungs of the ladder ``params <= grads <= opt`` (see `Strategy`); the step builder never asks which strategy it has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import Literal
+
+REPLICA, SHARD = "replica", "shard"
+BATCH_AXES = (REPLICA, SHARD)
+"""The mesh axes over which the global batch is split, outermost first."""
+
+
+def _choice(kind: str, field: str, value: object, valid: tuple[str, ...]) -> None:
+    if value not in valid:
+        raise ValueError(f"{kind}({field}={value!r}): choose one of {', '.join(map(repr, valid))}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where one of the three states lives.
+
+    axes: the mesh axes it is split over, in order; ``()`` is whole on every device.
+    memory: ``"device"``. (Host memory is a placement too, and is not there yet.)
+    devices: ``"all"``, or ``"first"`` for a state that only the first device holds.
+    """
+
+    axes: tuple[str, ...] = ()
+    memory: Literal["device"] = "device"
+    devices: Literal["all", "first"] = "all"
+
+    def __post_init__(self):
+        object.__setattr__(self, "axes", tuple(self.axes))
+        unknown = [axis for axis in self.axes if axis not in BATCH_AXES]
+        if unknown or len(set(self.axes)) != len(self.axes):
+            raise ValueError(
+                f"Placement(axes={self.axes}): a state can be split over each of {BATCH_AXES} at most once, "
+                "because these are the axes that split the batch."
+            )
+        _choice("Placement", "memory", self.memory, ("device",))
+        _choice("Placement", "devices", self.devices, ("all", "first"))
+        if self.devices == "first" and self.axes:
+            raise ValueError(
+                f"Placement(devices='first', axes={self.axes}): what one device holds is not split."
+            )
+
+    def __str__(self) -> str:
+        if self.devices == "first":
+            return "whole on the first device"
+        return f"split over {' x '.join(self.axes)}" if self.axes else "whole"
+
+
+WHOLE = Placement()
+SPLIT = Placement(axes=(SHARD,))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """Three placements and the moments at which data moves between them.
+
+    params, grads, opt: placements at rest (gradients: between microbatches). Each one's axes must begin
+        with those of the one before; the collectives of a step are then
+
+        - weights: all_gather over ``params.axes``;
+        - gradients: reduce_scatter over the axes they go to (``grads.axes``, and in the end ``opt.axes``),
+          all_reduce over the batch axes that remain;
+        - parameters after the update: all_gather over ``opt.axes`` minus ``params.axes``.
+    gather: ``"use"``: a split parameter becomes whole just before the operation that reads it;
+        ``"step"``: once, at the start of the step.
+    regather: gather again in the backward pass instead of keeping the whole weight until then.
+    reduce: with several microbatches, reduce gradients in each (``"microbatch"``, gradients are held split)
+        or once after the last (``"step"``, whole gradients are held and nothing is sent in between).
+    prefer: ``"speed"`` leaves the compiler free to start a gather early; ``"memory"`` ties each gather
+        to its moment of use.
+    bucket_mb: how many MiB of collectives the compiler may combine into one; None leaves its default.
+    min_replicas: the least size of the replica axis that this strategy makes sense for.
+
+    Raises ValueError when the placements are no ladder or a choice is unknown.
+    """
+
+    params: Placement
+    grads: Placement
+    opt: Placement
+    gather: Literal["use", "step"] = "use"
+    regather: bool = True
+    reduce: Literal["microbatch", "step"] = "microbatch"
+    prefer: Literal["speed", "memory"] = "speed"
+    bucket_mb: float | None = None
+    min_replicas: int = 1
+
+    def defers(self, accumulate: int) -> bool:
+        """Whether gradients are reduced after the last of so many microbatches, instead of at each use."""
+        return self.params.devices == "first" or (accumulate > 1 and self.reduce == "step")
+
+    def __post_init__(self):
+        _choice("Strategy", "gather", self.gather, ("use", "step"))
+        _choice("Strategy", "reduce", self.reduce, ("microbatch", "step"))
+        _choice("Strategy", "prefer", self.prefer, ("speed", "memory"))
+        rungs = (self.params, self.grads, self.opt)
+        for low, high in zip(rungs, rungs[1:], strict=False):
+            if high.axes[: len(low.axes)] != low.axes or low.devices != high.devices:
+                ladder = "\n".join(
+                    f"  {name:6} {placement}"
+                    for name, placement in zip(("params", "grads", "opt"), rungs, strict=True)
+                )
+                raise ValueError(
+                    f"these placements are no ladder:\n{ladder}\n"
+                    "The axes of params must begin those of grads, and these must begin those of opt, because "
+                    "each collective is the step from one rung to the next."
+                )
+        if self.bucket_mb is not None and not self.bucket_mb > 0:
+            raise ValueError(f"Strategy(bucket_mb={self.bucket_mb}): a size in MiB above 0, or None.")
+        if self.min_replicas < 1:
+            raise ValueError(f"Strategy(min_replicas={self.min_replicas}): at least 1.")
+
+
+DDP = Strategy(params=WHOLE, grads=WHOLE, opt=WHOLE, reduce="step")
+ZERO1 = Strategy(params=WHOLE, grads=WHOLE, opt=SPLIT, reduce="step")
+ZERO2 = Strategy(params=WHOLE, grads=SPLIT, opt=SPLIT)
+SHARD_GRAD_OP = Strategy(params=SPLIT, grads=SPLIT, opt=SPLIT, gather="step", regather=False)
+ZERO3 = Strategy(params=SPLIT, grads=SPLIT, opt=SPLIT)
+HSDP = replace(ZERO3, min_replicas=2)
+
+_FIRST = Placement(devices="first")
+DP = Strategy(params=_FIRST, grads=_FIRST, opt=_FIRST)
+"""torch's DataParallel: one device holds everything, broadcasts it and updates it. The baseline to beat."""
+
+STRATEGIES: dict[str, Strategy] = {
+    "dp": DP,
+    "ddp": DDP,
+    "no_shard": DDP,
+    "zero1": ZERO1,
+    "zero2": ZERO2,
+    "shard_grad_op": SHARD_GRAD_OP,
+    "zero3": ZERO3,
+    "fsdp": ZERO3,
+    "full_shard": ZERO3,
+    "hsdp": HSDP,
+    "hybrid_shard": HSDP,
+}
+"""Every name a strategy is known by; torch's names are aliases."""
+
+
+def named(strategy: str | Strategy) -> Strategy:
+    """The strategy of this name, or the strategy itself. Raises ValueError with the nearest valid name."""
+    if isinstance(strategy, Strategy):
+        return strategy
+    if strategy not in STRATEGIES:
+        near = get_close_matches(strategy, STRATEGIES, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"no strategy is called {strategy!r}; choose one of {', '.join(STRATEGIES)}.{hint}")
+    return STRATEGIES[strategy]
+
+
+def name_of(strategy: Strategy) -> str:
+    """The first name of a built-in strategy; of a user's own, its placements."""
+    for name, known in STRATEGIES.items():
+        if known == strategy:
+            return name
+    return f"params {strategy.params}, grads {strategy.grads}, opt {strategy.opt}"
