@@ -32,7 +32,12 @@ def nested_rnn_layers(params, batch):
 
     def recurrent(hs, p):
         w, u = p
-        return lax.scan(lambda h, x: (jnp.tanh(h @ w + x @ u),) * 2, jnp.zeros_like(hs[0]), hs)[1], None
+
+        def cell(h, x):
+            h = jnp.tanh(h @ w + x @ u)
+            return h, h
+
+        return lax.scan(cell, jnp.zeros_like(hs[0]), hs)[1], None
 
     hs, _ = lax.scan(recurrent, batch["x"].swapaxes(0, 1) @ params["into"], (params["w"], params["u"]))
     return squared_error(hs[-1] @ params["out"], batch)
