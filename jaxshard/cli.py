@@ -11,11 +11,13 @@ from importlib.metadata import version
 from typing import TypeVar
 
 import tyro
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from jaxshard.train import costs, loop
 from jaxshard.train.config import Config, ConfigError, dotted_keys, load, unknown
+from jaxshard.train.report import say
 
 USAGE = """\
 usage: jaxshard train CONFIG [--KEY VALUE ...]          train the model of a TOML file
@@ -72,9 +74,7 @@ def _train(args: list[str]) -> int:
     if path is None and not {"-h", "--help"} & set(args):
         raise ConfigError("train needs a TOML file, such as configs/zero3.toml.")
     config = load(path) if path else Config()
-    config = _override(
-        config, args[1:] if path else args, f"jaxshard train {path or 'CONFIG'}", dotted_keys()
-    )
+    config = _override(config, args[1:] if path else args, f"jaxshard train {path or 'CONFIG'}", dotted_keys())
     if config is None:
         return 0
     try:
@@ -94,26 +94,28 @@ def _strategies(args: list[str]) -> int:
         rows = costs.rows(options.devices, options.replica)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    table = Table("strategy", "mesh", "params", "grads", "Adam", "held", "sent", "also called")
-    for column in table.columns[2:7]:
+    table = Table("strategy", "mesh", "params", "grads", "Adam", "held", "sent", box=SIMPLE_HEAD)
+    for column in table.columns[2:]:
         column.justify = "right"
     for row in rows:
         cost = row.cost
         numbers = (cost.params, cost.grads, cost.opt, cost.held, cost.sent)
         mesh = f"{row.replica} x {row.shard}"
-        table.add_row(row.names[0], mesh, *(f"{n:.3f}" for n in numbers), ", ".join(row.names[1:]))
+        table.add_row(", ".join(row.names), mesh, *(f"{number:.3f}" for number in numbers))
     console = Console()
-    console.print(
-        f"On {options.devices} devices, for each, in multiples of the parameters (mesh: replica x shard;"
+    say(
+        console,
+        f"What each of {options.devices} devices holds, and what it sends in a step of one microbatch,",
     )
-    console.print("sent: in a step of one microbatch, and as much is received):")
+    say(console, "in multiples of the parameters. It receives as much as it sends. mesh: replica x shard.")
     console.print(table)
     for row in rows:
         if row.strategy.params.devices == "first":
-            console.print(
-                f"{row.names[0]}: what the first device holds and sends. The others keep nothing between "
-                "steps, and hold a copy of the parameters and their own gradients while they compute."
+            say(
+                console,
+                f"{row.names[0]}: what the first device holds and sends. The others hold a copy of the",
             )
+            say(console, "parameters and their own gradients while they compute, and nothing between steps.")
     return 0
 
 
@@ -123,13 +125,11 @@ def _override(default: T, args: list[str], prog: str, valid: list[str]) -> T | N
         if option.startswith("--"):
             name = option[2:].partition("=")[0].replace("-", "_")
             if name not in (*valid, *SHORT, "help"):
-                raise ConfigError(unknown(name, valid))
+                raise ConfigError(unknown(name, [*valid, *SHORT], f"{prog} --help lists the keys."))
     said = io.StringIO()
     try:
         with redirect_stderr(said):
-            return tyro.cli(
-                type(default), default=default, args=args, prog=prog, config=(tyro.conf.FlagConversionOff,)
-            )
+            return tyro.cli(type(default), default=default, args=args, prog=prog, config=(tyro.conf.FlagConversionOff,))
     except SystemExit as stop:
         if not stop.code:
             return None

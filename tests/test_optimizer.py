@@ -18,10 +18,8 @@ GPT = gpt.GPTConfig(vocab=32, width=8, layers=2, heads=2, context=8, tied=False,
 
 
 def update(tx, params, grads, state=None) -> Any:
-    # optax counts in integers and divides by them, which strict promotion forbids.
-    with jax.numpy_dtype_promotion("standard"):
-        updates, state = tx.update(grads, tx.init(params) if state is None else state, params)
-        return optax.apply_updates(params, updates), state
+    updates, state = tx.update(grads, tx.init(params) if state is None else state, params)
+    return optax.apply_updates(params, updates), state
 
 
 def test_warm_up_and_cosine():
@@ -70,9 +68,7 @@ def test_decay_is_decoupled_and_scaled_by_the_rate(name):
     """Oracle: with a gradient of zero, a matrix shrinks by rate x decay, and a bias stays."""
     config = replace(CONFIG, name=name, weight_decay=0.5, warmup_steps=0)
     params = {"kernel": jnp.full((2, 3), 4.0), "bias": jnp.full((2, 3), 4.0)}
-    after, _ = update(
-        optimizer.make(config, batch=16, steps=10), params, jax.tree.map(jnp.zeros_like, params)
-    )
+    after, _ = update(optimizer.make(config, batch=16, steps=10), params, jax.tree.map(jnp.zeros_like, params))
     np.testing.assert_allclose(after["kernel"], 4.0 * (1 - 0.1 * 0.5), rtol=1e-6)
     np.testing.assert_array_equal(after["bias"], 4.0)
 

@@ -176,12 +176,11 @@ def parse(kind: type, table: dict[str, Any], where: str = "") -> Any:
     return kind(**{key: _value(hints[key], value, where + key) for key, value in table.items()})
 
 
-def unknown(key: str, valid: list[str]) -> str:
-    """The message for a key that does not exist, with the nearest that does."""
+def unknown(key: str, valid: list[str], otherwise: str = "") -> str:
+    """The message for a key that does not exist: the nearest that does, else `otherwise`, else all of them."""
     near = get_close_matches(key, valid, n=1, cutoff=0.5)
-    return f"unknown key {key}; " + (
-        f"did you mean {near[0]}?" if near else f"choose from {', '.join(valid)}."
-    )
+    hint = f"did you mean {near[0]}?" if near else otherwise or f"choose from {', '.join(valid)}."
+    return f"unknown key {key}; {hint}"
 
 
 def dotted_keys(kind: type = Config, where: str = "") -> list[str]:

@@ -57,9 +57,7 @@ def rows(devices: int, replica: int = 1) -> list[Row]:
             )
         shape = {REPLICA: copies, SHARD: devices // copies}
         cost = cost_of(strategy, shape)
-        table.append(
-            Row(names=tuple(known_as), strategy=strategy, replica=copies, shard=shape[SHARD], cost=cost)
-        )
+        table.append(Row(names=tuple(known_as), strategy=strategy, replica=copies, shard=shape[SHARD], cost=cost))
     return table
 
 

@@ -50,8 +50,8 @@ class Windows(grain.sources.RandomAccessDataSource[Batch]):
         tokens = np.asarray(self.parts[part][start : start + self.context + 1], np.int32)
         if not 0 <= tokens.min() <= tokens.max() < self.vocab:
             raise ValueError(
-                f"the corpus has a token {tokens.max()}, and model.vocab = {self.vocab}: raise model.vocab, or "
-                "correct data.format."
+                f"the corpus has a token {tokens.max()}, and model.vocab = {self.vocab}; raise it, "
+                "or correct data.format."
             )
         return {
             "inputs": tokens[:-1],
@@ -71,9 +71,7 @@ def read(config: DataConfig) -> Corpus:
     """Opens the files of a run, mapping them to memory. Raises ConfigError for one that cannot be read."""
     if not config.files:
         if config.format != "text":
-            raise ConfigError(
-                f"data.format = {config.format!r} needs data.files: the default corpus is text."
-            )
+            raise ConfigError(f"data.format = {config.format!r} needs data.files: the default corpus is text.")
         parts = (np.frombuffer(python_documentation(), np.uint8),)
     else:
         parts = tuple(_open(Path(name).expanduser(), config.format) for name in config.files)
@@ -113,9 +111,7 @@ def train_batches(corpus: Corpus, config: DataConfig, *, context: int, vocab: in
     return at
 
 
-def held_out_batches(
-    corpus: Corpus, config: DataConfig, *, context: int, vocab: int, batches: int
-) -> list[Batch]:
+def held_out_batches(corpus: Corpus, config: DataConfig, *, context: int, vocab: int, batches: int) -> list[Batch]:
     """At most `batches` batches, of windows spread evenly over the held-out part: always the same ones.
 
     All are of one size, so that they share one compiled program.
@@ -135,6 +131,6 @@ def _windows(parts: tuple[np.ndarray, ...], context: int, vocab: int, use: str) 
     if not len(windows):
         raise ConfigError(
             f"there are {sum(map(len, parts))} tokens to {use}, and no {context + 1} together in one file, "
-            f"as model.context = {context} needs: use a longer text, a shorter context, or another data.held_out."
+            f"as model.context = {context} needs; take a longer text, a shorter context, or another held_out."
         )
     return windows

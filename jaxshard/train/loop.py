@@ -68,9 +68,7 @@ def prepare(config: Config) -> Session:
         clip=config.optimizer.clip,
         precision=config.precision,
     )
-    return Session(
-        config=config, mesh=mesh, training=training, corpus=corpus, batches=batches, held_out=held_out
-    )
+    return Session(config=config, mesh=mesh, training=training, corpus=corpus, batches=batches, held_out=held_out)
 
 
 def run(session: Session, console: Console) -> None:
@@ -133,8 +131,7 @@ class _Pace:
 def _opening(session: Session) -> str:
     config, devices = session.config, session.mesh.devices
     params = sum(
-        leaf.size
-        for leaf in jax.tree.leaves(jax.eval_shape(partial(gpt.init, config.model), jax.random.key(0)))
+        leaf.size for leaf in jax.tree.leaves(jax.eval_shape(partial(gpt.init, config.model), jax.random.key(0)))
     )
     arrangement = " x ".join(f"{axis} {size}" for axis, size in axis_sizes(session.mesh).items())
     train, held_out = session.corpus.sizes

@@ -43,8 +43,17 @@ def schedule(config: OptimizerConfig, *, batch: int, steps: int) -> Callable[[An
 
 def make(config: OptimizerConfig, *, batch: int, steps: int) -> optax.GradientTransformation:
     """The optimizer. Clipping is not in it: the training step reports the norm before it clips."""
-    rate = schedule(config, batch=batch, steps=steps)
     decay = optax.add_decayed_weights(config.weight_decay, mask=decayed)
+    rate = optax.scale_by_learning_rate(schedule(config, batch=batch, steps=steps))
     if config.name == "sgd":
-        return optax.chain(optax.trace(config.beta1), decay, optax.scale_by_learning_rate(rate))
-    return optax.adamw(rate, config.beta1, config.beta2, weight_decay=config.weight_decay, mask=decayed)
+        return _promoting(optax.chain(optax.trace(config.beta1), decay, rate))
+    return _promoting(optax.chain(optax.scale_by_adam(config.beta1, config.beta2), decay, rate))
+
+
+def _promoting(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    # optax combines integer counts with floats, which JAX's strict dtype promotion forbids.
+    def update(updates, state, params=None):
+        with jax.numpy_dtype_promotion("standard"):
+            return optimizer.update(updates, state, params)
+
+    return optax.GradientTransformation(optimizer.init, update)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
@@ -42,7 +43,7 @@ def say(console: Console, line: str) -> None:
 
 def summary(console: Console, explanation: Any) -> None:
     """What each device held, and what it sent in each step, from `training.explain()`."""
-    held = Table("each device holds", "size", title_justify="left")
+    held = Table("each device holds", "size", box=SIMPLE_HEAD)
     held.columns[1].justify = "right"
     for name, size in explanation.bytes_per_device.items():
         if size:
@@ -54,7 +55,7 @@ def summary(console: Console, explanation: Any) -> None:
         kind = (collective.kind, " x ".join(collective.axes), collective.dtype)
         calls[kind] += collective.count
         wire[kind] += collective.wire_bytes
-    sent = Table("each device sends in a step", "over", "dtype", "calls", "size")
+    sent = Table("each device sends in a step", "over", "dtype", "calls", "size", box=SIMPLE_HEAD)
     for column in sent.columns[3:]:
         column.justify = "right"
     for kind in calls:
