@@ -1,9 +1,12 @@
 """A configuration says what is wrong with it in one line, and means what it says."""
 
+from functools import partial
 from pathlib import Path
 
+import jax
 import pytest
 
+from jaxshard.models import gpt
 from jaxshard.strategy import STRATEGIES
 from jaxshard.train.config import Config, ConfigError, dotted_keys, load, parse
 
@@ -27,8 +30,7 @@ def test_every_config_parses(path):
 def test_small_configs_differ_in_the_strategy_alone():
     texts = {path.stem: path.read_text() for path in SMALL}
     bodies = {
-        text.split("\n", 1)[1].replace(f'"{name}"', '""').replace(f"runs/{name}", "")
-        for name, text in texts.items()
+        text.split("\n", 1)[1].replace(f'"{name}"', '""').replace(f"runs/{name}", "") for name, text in texts.items()
     }
     assert len(bodies) == 1
 
@@ -60,9 +62,7 @@ def test_mistakes_are_named(table, message):
 
 
 def test_values_keep_their_types():
-    config = parse(
-        Config, {"optimizer": {"clip": 1}, "data": {"files": ["a", "b"]}, "model": {"kv_heads": 2}}
-    )
+    config = parse(Config, {"optimizer": {"clip": 1}, "data": {"files": ["a", "b"]}, "model": {"kv_heads": 2}})
     assert config.optimizer.clip == 1.0
     assert isinstance(config.optimizer.clip, float)
     assert config.data.files == ("a", "b")
@@ -106,3 +106,14 @@ def test_the_file_is_named_with_the_mistake(tmp_path, text, message):
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot read .*absent.toml: No such file"):
         load(tmp_path / "absent.toml")
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    # GPT-2's vocabulary of 50257 is padded to 50304.
+    [("gpt2-124m", 124_439_808 + 47 * 768), ("llama3-8b", 8_030_261_248)],
+)
+def test_large_models_have_their_published_sizes(name, size):
+    model = load(CONFIGS[0].with_name(f"{name}.toml")).model
+    shapes = jax.eval_shape(partial(gpt.init, model), jax.random.key(0))
+    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == size

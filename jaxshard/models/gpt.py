@@ -65,13 +65,9 @@ class GPTConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name} is {getattr(self, name)}; it must be 1 or more.")
         if self.width % self.heads:
-            raise ValueError(
-                f"model.width = {self.width} does not divide into model.heads = {self.heads} heads."
-            )
+            raise ValueError(f"model.width = {self.width} does not divide into model.heads = {self.heads} heads.")
         if self.heads % self.groups:
-            raise ValueError(
-                f"model.heads = {self.heads} does not divide into model.kv_heads = {self.groups} groups."
-            )
+            raise ValueError(f"model.heads = {self.heads} does not divide into model.kv_heads = {self.groups} groups.")
         if self.positions == "rotary" and self.head_width % 2:
             raise ValueError(
                 f"rotary positions turn channels in pairs, but a head has {self.head_width} "
@@ -91,9 +87,7 @@ class GPTConfig:
         return round(self.width * self.mlp_ratio)
 
 
-def _linear(
-    config: GPTConfig, d_in: int, d_out: int, rngs: nnx.Rngs, *, bias: bool, std: float
-) -> nnx.Linear:
+def _linear(config: GPTConfig, d_in: int, d_out: int, rngs: nnx.Rngs, *, bias: bool, std: float) -> nnx.Linear:
     return nnx.Linear(
         d_in, d_out, use_bias=bias, dtype=config.dtype, kernel_init=nnx.initializers.normal(std), rngs=rngs
     )
@@ -154,9 +148,7 @@ class Attention(nnx.Module):
         self.query = _linear(config, config.width, config.width, rngs, bias=config.bias, std=std)
         self.key = _linear(config, config.width, narrow, rngs, bias=config.bias, std=std)
         self.value = _linear(config, config.width, narrow, rngs, bias=config.bias, std=std)
-        self.out = _linear(
-            config, config.width, config.width, rngs, bias=config.bias, std=_residual_std(config)
-        )
+        self.out = _linear(config, config.width, config.width, rngs, bias=config.bias, std=_residual_std(config))
 
     def __call__(self, x_BxTxD: jax.Array, angles_TxC: jax.Array | None) -> jax.Array:
         heads = (*x_BxTxD.shape[:2], -1, self.config.head_width)
@@ -180,9 +172,7 @@ class MLP(nnx.Module):
 
         self.gate = inward() if config.mlp == "swiglu" else None
         self.up = inward()
-        self.down = _linear(
-            config, config.hidden, config.width, rngs, bias=config.bias, std=_residual_std(config)
-        )
+        self.down = _linear(config, config.hidden, config.width, rngs, bias=config.bias, std=_residual_std(config))
 
     def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
         up = self.up(x_BxTxD)
@@ -222,9 +212,7 @@ class GPT(nnx.Module):
     def __call__(self, tokens_BxT: jax.Array | np.ndarray) -> jax.Array:
         length = tokens_BxT.shape[1]
         if length > self.config.context:
-            raise ValueError(
-                f"a sequence of {length} tokens is longer than the context of {self.config.context}."
-            )
+            raise ValueError(f"a sequence of {length} tokens is longer than the context of {self.config.context}.")
         x_BxTxD = self.embed(tokens_BxT)
         angles_TxC = None
         if self.positions is None:

@@ -96,7 +96,7 @@ def run(session: Session, console: Console) -> None:
             if step == steps or (config.run.eval_every and step % config.run.eval_every == 0):
                 held_out = evaluate(session, state)
                 file.write({"step": step, "held_out_loss": held_out})
-                say(console, f"step {step}/{steps}  held-out loss {held_out:.6f}")
+                say(console, f"step {step}/{steps}  held-out loss {held_out:.5f}")
                 pace.resume(step)
     summary(console, session.training.explain())
     say(console, f"metrics are in {file.path}")

@@ -77,7 +77,7 @@ def clock(seconds: float) -> str:
 
 
 def _speed(report: Report) -> str:
-    parts = [f"loss {report.loss:.6f}"]
+    parts = [f"loss {report.loss:.5f}"]
     if report.tokens_per_second is not None:
         parts.append(f"{report.tokens_per_second:,.0f} tokens/s")
     if report.seconds_left is not None:
