@@ -1,8 +1,8 @@
 """Losses that name the mesh axes.
 
 Where it can be said without axes, `single_device_loss` says it (and must where JAX cannot map the collective
-over two named axes, as with all_gather); the others depend on the mesh, and `Program.reference` maps them over
-the parts under the same names.
+over two named axes, as with all_gather); the others depend on the mesh, and `Program.reference` maps them
+over the parts under the same names.
 """
 
 import jax
