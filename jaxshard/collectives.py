@@ -64,9 +64,7 @@ def scope_name(path: str) -> str:
     return re.sub(r"[^\w.+-]", ".", path)
 
 
-def gather(
-    x: jax.Array, dim: int | None, axes: Sequence[str], sizes: Mapping[str, int], path: str
-) -> jax.Array:
+def gather(x: jax.Array, dim: int | None, axes: Sequence[str], sizes: Mapping[str, int], path: str) -> jax.Array:
     """A shard, split along `dim` over `axes`, made whole."""
     axes = _real(sizes, axes)
     if dim is None or not axes:
@@ -119,6 +117,30 @@ def use(leaf: jax.Array, slot: jax.Array | None, dim: int | None, route: Route, 
     whole.defvjp(forward, backward)
     with scope("use", path):
         return whole(leaf, slot)
+
+
+@jax.custom_vjp
+def tie(leaf: jax.Array, slot: jax.Array | None, activation: jax.Array):
+    """The same three, of which the leaf cannot be gathered before the activation is there.
+
+    In the backward pass, the activation's gradient does not go on before the leaf's is reduced: otherwise a compiler
+    may put off products and reductions of weight gradients, and hold the activations of many layers for them.
+    """
+    leaf, activation = lax.optimization_barrier((leaf, activation))
+    return leaf, slot, activation
+
+
+def _tie_forward(leaf, slot, activation):
+    return tie(leaf, slot, activation), None
+
+
+def _tie_backward(_, gradients):
+    _, slot, activation = gradients
+    slot, activation = lax.optimization_barrier((slot, activation))
+    return None, slot, activation
+
+
+tie.defvjp(_tie_forward, _tie_backward)
 
 
 def own_piece(x: jax.Array, dim: int | None, axes: Sequence[str], sizes: Mapping[str, int]) -> jax.Array:

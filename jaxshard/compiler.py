@@ -31,9 +31,7 @@ _THRESHOLDS = (
 )
 
 
-def options_for(
-    strategy: Strategy, platform: str, overrides: Mapping[str, str] | None = None
-) -> dict[str, str]:
+def options_for(strategy: Strategy, platform: str, overrides: Mapping[str, str] | None = None) -> dict[str, str]:
     """XLA options by name. overrides: added last; what they name wins, None as a value drops an option."""
     options: dict[str, str] = {}
     if platform in ("gpu", "cuda", "rocm"):
@@ -55,9 +53,7 @@ class Built:
     left_out: dict[str, str] = field(default_factory=dict)
 
 
-def build(
-    lowered: Lowered, options: Mapping[str, str], *, required: Mapping[str, str] | None = None
-) -> Built:
+def build(lowered: Lowered, options: Mapping[str, str], *, required: Mapping[str, str] | None = None) -> Built:
     """Compiles with the options that the compiler knows. required: a user's own, which are never left out silently."""
     kept, left_out = dict(options), {}
     while True:

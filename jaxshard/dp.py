@@ -60,9 +60,7 @@ class DataParallel:
         first = SingleDeviceSharding(self.mesh.devices.flat[0])
         return self._update(state, *jax.device_put((stacked, sums, extra), first))
 
-    def evaluate(
-        self, state: TrainState, batch: Any, fn: Callable[..., Any] | None = None
-    ) -> dict[str, jax.Array]:
+    def evaluate(self, state: TrainState, batch: Any, fn: Callable[..., Any] | None = None) -> dict[str, jax.Array]:
         """Loss and metrics of a batch of any size. See `Training.evaluate`."""
         return self._evaluation(self._broadcast(state), batch, fn)
 
@@ -77,31 +75,27 @@ class DataParallel:
     def contract(self) -> tuple[Collective, ...]:
         """The transfers of a step, from its plan: they are the runtime's, and stand in no program."""
         program, devices = self.setup.program, self.mesh.size
-        both = [
-            ("broadcast", "gather", program.precision.params),
-            ("gather", "reduce", program.precision.reduce),
-        ]
 
-        def transfer(kind: str, purpose: str, leaf: Leaf, dtype: str) -> Collective:
-            dtype = jnp.dtype(dtype if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype)
-            size = math.prod(leaf.shape) * dtype.itemsize
+        def transfer(kind: str, purpose: str, leaf: Leaf, dtype: Any) -> Collective:
             return Collective(
                 kind=kind,
                 purpose=purpose,
                 leaf=leaf.path,
                 axes=BATCH_AXES,
                 devices=devices,
-                dtype=dtype.name,
-                bytes=size,
+                dtype=jnp.dtype(dtype).name,
+                bytes=math.prod(leaf.shape) * jnp.dtype(dtype).itemsize,
                 count=1,
             )
 
-        return tuple(
-            transfer(kind, purpose, leaf, dtype)
-            for kind, purpose, dtype in both
-            for leaf in jax.tree.leaves(program.layout)
-            if devices > 1 and (leaf.trainable or kind == "broadcast")
-        )
+        leaves = jax.tree.leaves(program.layout) if devices > 1 else []
+        down = [transfer("broadcast", "gather", leaf, leaf.dtype) for leaf in leaves]
+        up = [transfer("gather", "reduce", leaf, self._wire_dtype(leaf.dtype)) for leaf in leaves if leaf.trainable]
+        return (*down, *up)
+
+    def _wire_dtype(self, dtype: Any) -> Any:
+        """Floats travel in the reduction's dtype."""
+        return self.setup.program.precision.reduce if jnp.issubdtype(dtype, jnp.floating) else dtype
 
     def _broadcast(self, tree: Any) -> Any:
         return jax.device_put(tree, NamedSharding(self.mesh, P()))
@@ -129,8 +123,7 @@ class DataParallel:
         factor = item_share(sums.weight) * (1 if scale is None else scale)
 
         def wire(g):
-            dtype = program.precision.reduce if jnp.issubdtype(g.dtype, jnp.floating) else g.dtype
-            return (g * factor.astype(g.dtype)).astype(dtype)[None]
+            return (g * factor.astype(g.dtype)).astype(self._wire_dtype(g.dtype))[None]
 
         return jax.tree.map(wire, grads), sums, extra
 

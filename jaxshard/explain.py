@@ -87,8 +87,7 @@ class Explanation:
             parts.append("XLA options:\n" + table((), list(self.options.items())))
         if self.left_out:
             parts.append(
-                "XLA options that this compiler does not know, left out:\n"
-                + table((), list(self.left_out.items()))
+                "XLA options that this compiler does not know, left out:\n" + table((), list(self.left_out.items()))
             )
         return "\n\n".join(parts)
 
@@ -99,9 +98,7 @@ def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     if not lines:
         return "  (none)"
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join(
-        "  " + "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
+    return "\n".join("  " + "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
 def explain(made: Setup, contract: tuple[Collective, ...], left_out: Mapping[str, str]) -> Explanation:

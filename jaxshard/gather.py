@@ -17,11 +17,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from jaxshard.collectives import Route, use
-from jaxshard.jaxprs import INLINED, REMAT, body_of, contains_remat, evaluate, is_gather, scan_parts
+from jaxshard.collectives import Route, tie, use
+from jaxshard.jaxprs import INLINED, REMAT, body_of, contains_remat, evaluate, scan_parts, stands_for
 from jaxshard.onshard import move, read_by_rows
 
 Policy = Callable[..., Any]
+GATHERS_AND_TIES = ("all_gather", "all_gather_invariant", "optimization_barrier")
 
 
 @jax.tree_util.register_dataclass
@@ -85,7 +86,7 @@ def body_remat(remat: str | Policy, *, tie: bool) -> Callable[[Callable], Callab
     if not callable(remat) and remat not in named:
         raise ValueError(f"remat={remat!r}: 'none', 'full', 'dots', or a policy of jax.checkpoint_policies.")
     policy = remat if callable(remat) else named[remat]
-    policy = None if policy is None else _never_saving_gathers(policy)
+    policy = None if policy is None else _recomputing_gathers(policy)
     return lambda body: jax.checkpoint(body, policy=policy, prevent_cse=tie)
 
 
@@ -130,16 +131,14 @@ def _apply(eqn: JaxprEqn, operands: list[Any], choices: Choices, place: _Place) 
 
 def _gather_and_apply(eqn: JaxprEqn, operands: list[Any], choices: Choices, place: _Place) -> list[Any]:
     """The rule that is always right: make whole, apply, and forget the whole leaf until the backward pass."""
-    if choices.tie:
-        operands = _tied(operands)
 
     def apply(*operands):
-        return evaluate(eqn, _whole_all(operands))
+        return evaluate(eqn, _whole_all(_tied(operands) if choices.tie else operands))
 
     regathers = choices.regather and any(isinstance(x, Held) and x.is_split for x in operands)
     # A checkpoint outside would override the policies of those inside, and may not wrap effects.
     if regathers and not place.in_remat and not eqn.effects and not contains_remat(eqn):
-        apply = jax.checkpoint(apply, policy=_never_saving_gathers(None), prevent_cse=not place.in_scan)
+        apply = jax.checkpoint(apply, policy=_recomputing_gathers(None), prevent_cse=not place.in_scan)
     return apply(*operands)
 
 
@@ -153,10 +152,10 @@ def _on_shard(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
     first, name = held[0], eqn.primitive.name
     if name == "stop_gradient":
         return [replace(first, slot=None)]
-    many = len(held) > 1 and name == "concatenate"
-    if many and (len(held) != len(operands) or any(_kind(x) != _kind(first) for x in held)):
-        return None
-    if not many and (len(held) > 1 or (operands[0] is not first and name != "mul")):
+    if name == "concatenate":
+        if len(held) != len(operands) or any(_kind(x) != _kind(first) for x in held):
+            return None
+    elif len(held) > 1 or (operands[0] is not first and name != "mul"):
         return None
     if move(eqn, first.dim, first.pieces) is None:
         return None
@@ -205,15 +204,15 @@ def _remat(eqn: JaxprEqn, operands: list[Any], choices: Choices, place: _Place) 
     # In a scan, a barrier on the gather's operand keeps the compiler's collective pipeliner away, and the loop already
     # keeps the two gathers apart. Elsewhere only the barrier does.
     prevent_cse = eqn.params["prevent_cse"] and (choices.tie or not place.in_scan)
-    policy = _never_saving_gathers(eqn.params["policy"]) if eqn.params["policy"] is not None else None
+    policy = _recomputing_gathers(eqn.params["policy"]) if eqn.params["policy"] is not None else None
     return jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)(*operands)
 
 
-def _never_saving_gathers(policy: Policy | None) -> Policy:
-    """A remat policy that recomputes what was gathered and leaves the rest to `policy` (None: save everything)."""
+def _recomputing_gathers(policy: Policy | None) -> Policy:
+    """A remat policy that gathers again (and ties again), and leaves the rest to `policy` (None: save everything)."""
 
     def saves(primitive, *avals, **params):
-        if is_gather(primitive.name, params):
+        if stands_for(primitive.name, params, GATHERS_AND_TIES):
             return False
         return True if policy is None else policy(primitive, *avals, **params)
 
@@ -241,9 +240,7 @@ def _scan(eqn: JaxprEqn, operands: list[Any], choices: Choices, place: _Place) -
     inside = replace(place, in_scan=True, in_remat=place.in_remat or choices.remat is not None)
 
     def run(fixed, carry, layer):
-        layer = [
-            replace(x, dim=None if x.dim is None else x.dim - 1) if isinstance(x, Held) else x for x in layer
-        ]
+        layer = [replace(x, dim=None if x.dim is None else x.dim - 1) if isinstance(x, Held) else x for x in layer]
         return _whole_all(_interpret(body, consts, [*fixed, *carry, *layer], choices, inside))
 
     run = run if choices.remat is None else choices.remat(run)
@@ -258,21 +255,17 @@ def _scan(eqn: JaxprEqn, operands: list[Any], choices: Choices, place: _Place) -
 
 
 def _tied(operands: list[Any]) -> list[Any]:
-    """The same operands, each split leaf available only when the first activation among them is.
-
-    One way: the barrier is not transposed, or it would delay the gradient's reduction as well.
-    """
-    activations = [
-        x
-        for x in operands
-        if isinstance(x, jax.core.Tracer) and x.ndim and jnp.issubdtype(x.dtype, jnp.inexact)
-    ]
-    if not activations:
+    """The same operands, with each split leaf tied to the first activation among them."""
+    activation = next((i for i, x in enumerate(operands) if _is_activation(x)), None)
+    if activation is None:
         return operands
-    moment = lax.stop_gradient(activations[0])
-    return [
-        replace(x, leaf=lax.optimization_barrier((x.leaf, moment))[0])
-        if isinstance(x, Held) and x.is_split
-        else x
-        for x in operands
-    ]
+    operands = list(operands)
+    for i, x in enumerate(operands):
+        if isinstance(x, Held) and x.is_split:
+            leaf, slot, operands[activation] = tie(x.leaf, x.slot, operands[activation])
+            operands[i] = replace(x, leaf=leaf, slot=slot)
+    return operands
+
+
+def _is_activation(x: Any) -> bool:
+    return isinstance(x, jax.core.Tracer) and x.ndim > 0 and jnp.issubdtype(x.dtype, jnp.floating)

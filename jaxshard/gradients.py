@@ -101,6 +101,11 @@ class Program:
         """How a leaf and its gradient travel at the use."""
         return route(leaf, self.strategy, self.mesh, self.precision, to=self.at_use, deferred=self.deferred)
 
+    def compute_dtype(self, leaf: Leaf) -> Any:
+        """The dtype of a leaf as the loss sees it."""
+        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+        return jnp.dtype(self.precision.compute) if is_float and self.precision.compute else leaf.dtype
+
     def map(self, fn: Callable[..., Any], *trees: Any) -> Any:
         """``fn(leaf, *arrays)`` over the parameters; a tree may have None where a leaf does not learn."""
         leaves, structure = jax.tree.flatten(self.layout)
@@ -117,8 +122,7 @@ def held_params(program: Program, params: Any, slots: Any) -> Any:
     slots = program.map(lambda leaf: None) if slots is None else slots
 
     def hold(leaf: Leaf, x: jax.Array, slot: jax.Array | None) -> Held:
-        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
-        dtype = jnp.dtype(program.precision.compute) if is_float else leaf.dtype
+        dtype = program.compute_dtype(leaf)
         return Held(
             leaf=x,
             slot=slot,
@@ -156,9 +160,7 @@ def gathered_for_step(program: Program, params: Any) -> Any:
         return params
     axes = program.strategy.params.axes
     params = cast_floats(params, program.precision.compute)
-    return program.map(
-        lambda leaf, x: collectives.gather(x, leaf.dim, axes, program.sizes, leaf.path), params
-    )
+    return program.map(lambda leaf, x: collectives.gather(x, leaf.dim, axes, program.sizes, leaf.path), params)
 
 
 @jax.tree_util.register_dataclass
@@ -177,9 +179,7 @@ class Gradients:
     extra: Any
 
 
-def device_gradients(
-    program: Program, params: Any, extra: Any, batch: Any, key: jax.Array, scale: Any
-) -> Gradients:
+def device_gradients(program: Program, params: Any, extra: Any, batch: Any, key: jax.Array, scale: Any) -> Gradients:
     """The gradients of one step, as one device computes them inside `shard_map`.
 
     params, batch: this device's parts. key: of this step, the same on all devices. scale: the loss scale (float32
@@ -236,9 +236,7 @@ def _microbatch(program: Program, params: Any, key: jax.Array, scale: Any) -> Ca
     def run(slots, extra, batch, index):
         def total(slots):
             held = held_params(program, params, slots)
-            loss, new_extra = program.loss(
-                program.choices, held, batch, jax.random.fold_in(key, index), extra
-            )
+            loss, new_extra = program.loss(program.choices, held, batch, jax.random.fold_in(key, index), extra)
             sums = Loss(loss.total.astype(jnp.float32), loss.weight, dict(loss.metrics))
             return loss.total, (sums, new_extra)
 
@@ -265,9 +263,7 @@ def merge_extra(program: Program, extra: Any, new_extra: Any, weight: jax.Array)
         if not jnp.issubdtype(new.dtype, jnp.inexact):
             return new
         new = new.astype(old.dtype)
-        summed = collectives.total(
-            new * weight.astype(new.dtype), BATCH_AXES, program.sizes, f"extra/{path_of(path)}"
-        )
+        summed = collectives.total(new * weight.astype(new.dtype), BATCH_AXES, program.sizes, f"extra/{path_of(path)}")
         return jnp.where(items > 0, summed * item_share(items).astype(new.dtype), old)
 
     return jax.tree_util.tree_map_with_path(merge, extra, new_extra)

@@ -50,9 +50,7 @@ def trace(fn: Callable[..., Any], mesh: Mesh, axis_name: str | None, *args: Any)
             closed = ClosedJaxpr(_rename_axis(closed.jaxpr, axis_name, mesh.axis_names, index), closed.consts)
         traced.append((closed, shapes))
 
-    jax.eval_shape(
-        jax.shard_map(under_shard_map, mesh=mesh.abstract_mesh, in_specs=(), out_specs=P(), check_vma=False)
-    )
+    jax.eval_shape(jax.shard_map(under_shard_map, mesh=mesh.abstract_mesh, in_specs=(), out_specs=P(), check_vma=False))
     return traced[0]
 
 
@@ -84,9 +82,7 @@ _NO_DEBUG_INFO = jax.make_jaxpr(lambda: ())().jaxpr.debug_info.with_unknown_name
 def subjaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     """Every program that an equation holds."""
     found = []
-    for value in jax.tree.leaves(
-        list(eqn.params.values()), is_leaf=lambda x: isinstance(x, ClosedJaxpr | Jaxpr)
-    ):
+    for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: isinstance(x, ClosedJaxpr | Jaxpr)):
         if isinstance(value, ClosedJaxpr):
             found.append(value.jaxpr)
         elif isinstance(value, Jaxpr):
@@ -114,30 +110,25 @@ def scan_parts(eqn: JaxprEqn) -> tuple[int, int]:
     these counts are parameters of the equation, later they are not.)
     """
     body, _ = body_of(eqn)
-    carries = sum(
-        len(o.aval.shape) == len(i.aval.shape) for o, i in zip(eqn.outvars, body.outvars, strict=True)
-    )
+    carries = sum(len(o.aval.shape) == len(i.aval.shape) for o, i in zip(eqn.outvars, body.outvars, strict=True))
     sliced = sum(len(o.aval.shape) != len(i.aval.shape) for o, i in zip(eqn.invars, body.invars, strict=True))
     return len(eqn.invars) - carries - sliced, carries
 
 
 def contains(jaxpr: Jaxpr, names: Sequence[str]) -> bool:
     """Whether a primitive of one of these names stands anywhere in a program."""
-    return any(
-        eqn.primitive.name in names or any(contains(sub, names) for sub in subjaxprs(eqn))
-        for eqn in jaxpr.eqns
-    )
+    return any(eqn.primitive.name in names or any(contains(sub, names) for sub in subjaxprs(eqn)) for eqn in jaxpr.eqns)
 
 
 def contains_remat(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in REMAT or any(contains(sub, REMAT) for sub in subjaxprs(eqn))
 
 
-def is_gather(name: str, params: Mapping[str, Any]) -> bool:
-    """Whether a primitive with these parameters makes an array whole; `collectives.use` is seen as one custom_vjp call."""
+def stands_for(name: str, params: Mapping[str, Any], names: Sequence[str]) -> bool:
+    """Whether a primitive with these parameters is one of `names`, or a custom_vjp call around one of them."""
     if name == "custom_vjp_call":
-        return any(is_gather(eqn.primitive.name, eqn.params) for eqn in params["call_jaxpr"].eqns)
-    return COLLECTIVES.get(name) == "all_gather"
+        return any(eqn.primitive.name in names for eqn in params["call_jaxpr"].eqns)
+    return name in names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,9 +173,7 @@ def dependent_outputs(jaxpr: Jaxpr, sources: Sequence[bool]) -> list[bool]:
     """Which results depend on the flagged inputs, or on which device runs the program."""
     tainted = {v for v, flag in zip(jaxpr.invars, sources, strict=True) if flag}
     for eqn in jaxpr.eqns:
-        varies = eqn.primitive.name == "axis_index" or any(
-            v in tainted for v in eqn.invars if isinstance(v, Var)
-        )
+        varies = eqn.primitive.name == "axis_index" or any(v in tainted for v in eqn.invars if isinstance(v, Var))
         if not varies:
             continue
         flags = [True] * len(eqn.outvars)

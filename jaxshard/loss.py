@@ -57,9 +57,7 @@ class LossFunction:
         for name, value in result.metrics.items():
             value = jnp.asarray(value)
             if value.shape:
-                raise TypeError(
-                    f"Loss.metrics[{name!r}] of {self.name} has shape {value.shape}; it must be a scalar."
-                )
+                raise TypeError(f"Loss.metrics[{name!r}] of {self.name} has shape {value.shape}; it must be a scalar.")
             metrics[name] = value.astype(jnp.float32)
         return Loss(self._scalar(result.total, "Loss.total"), weight.astype(jnp.float32), metrics), new_extra
 
@@ -86,9 +84,7 @@ def loss_function(fn: Callable[..., Any]) -> LossFunction:
     required = [
         p.name
         for p in parameters
-        if p.default is p.empty
-        and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        and p.name not in ("key", "extra")
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in ("key", "extra")
     ]
     if len(required) > 2:
         raise TypeError(
@@ -101,12 +97,9 @@ def loss_function(fn: Callable[..., Any]) -> LossFunction:
 def _same_structure(extra: Any, new_extra: Any, name: str) -> None:
     old, new = jax.tree.structure(extra), jax.tree.structure(new_extra)
     if old != new:
-        raise TypeError(
-            f"{name} was given extra of structure {old} and returned {new}; both must be the same."
-        )
+        raise TypeError(f"{name} was given extra of structure {old} and returned {new}; both must be the same.")
     shapes = [
-        (jnp.shape(a), jnp.shape(b))
-        for a, b in zip(jax.tree.leaves(extra), jax.tree.leaves(new_extra), strict=True)
+        (jnp.shape(a), jnp.shape(b)) for a, b in zip(jax.tree.leaves(extra), jax.tree.leaves(new_extra), strict=True)
     ]
     if any(a != b for a, b in shapes):
         raise TypeError(f"{name} changes shapes in extra: {[f'{a} -> {b}' for a, b in shapes if a != b]}.")

@@ -133,8 +133,7 @@ def sliced_dims(jaxpr: Jaxpr, leaves: int, pieces: int) -> list[set[int]]:
     found: list[set[int]] = [set() for _ in range(leaves)]
     # For each variable: (leaf, dim of the leaf) -> dim of the variable.
     places = {
-        var: {(leaf, dim): dim for dim in range(len(var.aval.shape))}
-        for leaf, var in enumerate(jaxpr.invars[:leaves])
+        var: {(leaf, dim): dim for dim in range(len(var.aval.shape))} for leaf, var in enumerate(jaxpr.invars[:leaves])
     }
     _follow(jaxpr, places, pieces, found)
     return found
@@ -159,9 +158,7 @@ def _follow(jaxpr: Jaxpr, places: dict[Var, _Places], pieces: int, found: list[s
             inner, _ = body_of(eqn)
             constants, carries = scan_parts(eqn)
             inside = dict(zip(inner.invars[:constants], at[:constants], strict=True))
-            for var, place in zip(
-                inner.invars[constants + carries :], at[constants + carries :], strict=True
-            ):
+            for var, place in zip(inner.invars[constants + carries :], at[constants + carries :], strict=True):
                 for (leaf, dim), now in place.items():
                     if now == 0:
                         found[leaf].add(dim)

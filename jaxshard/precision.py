@@ -10,9 +10,10 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """The dtype of each stage; all float32 by default.
+    """The dtype of each stage.
 
-    params: parameters and optimizer state at rest. compute: parameters as the loss function sees them.
+    params: float parameters and optimizer state at rest; None keeps each as it was made (mostly float32).
+    compute: float parameters as the loss function sees them; None: as they are at rest.
     reduce: every gradient collective (gradients are cast before the wire). accumulate: sums over microbatches.
 
     With ``compute="float16"`` the loss is scaled dynamically (Micikevicius et al. 2018, arXiv 1710.03740):
@@ -21,8 +22,8 @@ class Precision:
     Raises ValueError for a dtype that is no float.
     """
 
-    params: str = "float32"
-    compute: str = "float32"
+    params: str | None = None
+    compute: str | None = None
     reduce: str = "float32"
     accumulate: str = "float32"
     initial_scale: float = 2.0**16
@@ -32,6 +33,8 @@ class Precision:
     def __post_init__(self):
         for field in fields(self)[:4]:
             value = getattr(self, field.name)
+            if value is None and field.default is None:
+                continue
             try:
                 dtype = jnp.dtype(value)
             except TypeError:
@@ -84,6 +87,8 @@ def next_loss_scale(precision: Precision, scale: LossScale, finite: jax.Array) -
     )
 
 
-def cast_floats(tree, dtype: str):
-    """Casts the float leaves of a tree; integer, bool, complex and PRNG-key leaves stay."""
+def cast_floats(tree, dtype: str | None):
+    """Casts the float leaves of a tree; integer, bool, complex and PRNG-key leaves stay, and all do for None."""
+    if dtype is None:
+        return tree
     return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)

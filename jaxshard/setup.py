@@ -159,9 +159,7 @@ def traced(
     parts: int,
 ) -> TracedLoss:
     """A loss traced on one of `parts` equal parts of a global batch, with parameters whole and in the compute dtype."""
-    part = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype), shapes_of(batch)
-    )
+    part = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype), shapes_of(batch))
     whole = jax.eval_shape(lambda p: cast_floats(p, precision.compute), params)
     key = jax.eval_shape(lambda: jax.random.key(0))
     return trace_loss(loss, mesh, axis_name, whole, part, key, extra)
@@ -192,13 +190,12 @@ def split_extra(given: Any, loss: LossFunction) -> tuple[Any, Any]:
 
 def _param_shapes(params: Any) -> Any:
     if inspect.isfunction(params) or inspect.ismethod(params) or isinstance(params, functools.partial):
-        return jax.eval_shape(params, jax.random.key(0))
+        # A fresh function: JAX caches traces by the function's identity.
+        return jax.eval_shape(lambda key: params(key), jax.eval_shape(lambda: jax.random.key(0)))
     return shapes_of(params)
 
 
-def _check(
-    strategy: Strategy, sizes: Mapping[str, int], accumulate: int, clip: float | None, optimizer: Any
-) -> None:
+def _check(strategy: Strategy, sizes: Mapping[str, int], accumulate: int, clip: float | None, optimizer: Any) -> None:
     if sizes["replica"] < strategy.min_replicas:
         raise ValueError(
             f"{name_of(strategy)} wants at least {strategy.min_replicas} replicas, and the mesh has "
@@ -206,9 +203,7 @@ def _check(
             f"Use make_mesh(replica={strategy.min_replicas}), or zero3 for a mesh with one replica."
         )
     if not isinstance(accumulate, int) or accumulate < 1:
-        raise ValueError(
-            f"accumulate={accumulate!r}: the number of microbatches per step, an int of 1 or more."
-        )
+        raise ValueError(f"accumulate={accumulate!r}: the number of microbatches per step, an int of 1 or more.")
     if clip is not None and not clip > 0:
         raise ValueError(f"clip={clip!r}: the largest global norm of the gradients, above 0, or None.")
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):

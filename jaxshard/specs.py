@@ -83,9 +83,7 @@ def layout(
     Raises ValueError for a negative budget, or a mask of another structure.
     """
     if not whole_budget >= 0:
-        raise ValueError(
-            f"whole_budget={whole_budget}: a fraction, 0 or more (0 splits all that can be split)."
-        )
+        raise ValueError(f"whole_budget={whole_budget}: a fraction, 0 or more (0 splits all that can be split).")
     named, structure = jax.tree_util.tree_flatten_with_path(params)
     learns = _trainable(trainable, params)
     sliced = sliced_dims(jaxpr, len(named), pieces)
@@ -122,9 +120,7 @@ def _leaf(path: str, x: Any, sliced: set[int], pieces: int, trainable: bool) -> 
     elif not allowed:
         because = f"the loss slices it along dim {divides[0]}, the only one that divides by {pieces}"
     dim = None if because else allowed[0]
-    return Leaf(
-        path=path, shape=tuple(x.shape), dtype=x.dtype, dim=dim, trainable=trainable, whole_because=because
-    )
+    return Leaf(path=path, shape=tuple(x.shape), dtype=x.dtype, dim=dim, trainable=trainable, whole_because=because)
 
 
 def _trainable(trainable: Any, params: Any) -> list[bool]:
@@ -176,9 +172,7 @@ def optimizer_layout(opt_state: Any, params_layout: Any, pieces: int) -> Any:
     """
     by_path = {
         tuple(map(str, path)): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(
-            params_layout, is_leaf=lambda x: isinstance(x, Leaf)
-        )
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params_layout, is_leaf=lambda x: isinstance(x, Leaf))
     }
 
     def place(path, x):
@@ -199,11 +193,7 @@ def shardings(tree_layout: Any, placement: Placement, mesh: Mesh) -> Any:
 
 def sharding(spec: P, placement: Placement, mesh: Mesh) -> Sharding:
     """A spec on the devices of a placement."""
-    return (
-        SingleDeviceSharding(mesh.devices.flat[0])
-        if placement.devices == "first"
-        else NamedSharding(mesh, spec)
-    )
+    return SingleDeviceSharding(mesh.devices.flat[0]) if placement.devices == "first" else NamedSharding(mesh, spec)
 
 
 def bytes_per_device(tree_layout: Any, placement: Placement, mesh: Mesh) -> int:
@@ -219,14 +209,10 @@ def check_batch(batch: Any, parts: Mapping[str, int]) -> None:
         raise ValueError("batch has no arrays; pass a pytree of arrays whose first dim is the global batch.")
     sizes = {path_of(path) or "batch": jnp.shape(x)[0] if jnp.ndim(x) else None for path, x in named}
     if len(set(sizes.values())) > 1 or None in sizes.values():
-        raise ValueError(
-            f"the leaves of batch disagree in their first dim, which is the global batch: {sizes}."
-        )
+        raise ValueError(f"the leaves of batch disagree in their first dim, which is the global batch: {sizes}.")
     size, divisor = next(iter(sizes.values())), math.prod(parts.values())
     if size == 0 or size % divisor:
         said = " x ".join(f"{name}={count}" for name, count in parts.items())
         below, above = size // divisor * divisor, (size // divisor + 1) * divisor
         near = f"{below} or {above}" if below else f"{above}"
-        raise ValueError(
-            f"a batch of {size} does not divide by {said} = {divisor}; the nearest sizes that do: {near}."
-        )
+        raise ValueError(f"a batch of {size} does not divide by {said} = {divisor}; the nearest sizes that do: {near}.")

@@ -57,9 +57,7 @@ class StateLayout:
     shardings: TrainState
 
 
-def state_layout(
-    program: Program, optimizer: optax.GradientTransformation, params: Any, extra: Any
-) -> StateLayout:
+def state_layout(program: Program, optimizer: optax.GradientTransformation, params: Any, extra: Any) -> StateLayout:
     """Where every leaf of a state lives. params, extra: pytrees of ShapeDtypeStructs."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     shapes = jax.eval_shape(lambda p, e, k: new_state(program, optimizer, p, e, k), params, extra, key)

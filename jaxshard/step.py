@@ -137,9 +137,7 @@ class Training:
         """
         return self.built(batch).compiled(state, self.setup.place(batch))
 
-    def evaluate(
-        self, state: TrainState, batch: Any, fn: Callable[..., Any] | None = None
-    ) -> dict[str, jax.Array]:
+    def evaluate(self, state: TrainState, batch: Any, fn: Callable[..., Any] | None = None) -> dict[str, jax.Array]:
         """Loss and metrics of a batch of any size, without a gradient.
 
         fn: another function of the same signature as the loss. What divides by the devices is split, the rest runs
@@ -161,9 +159,7 @@ class Training:
         cached = tuple(jax.tree.leaves(shapes_of(shapes))), jax.tree.structure(shapes)
         if cached not in self._built:
             own = self.setup.compiler_options
-            built = build(
-                self.lower(shapes), options_for(self.strategy, platform_of(self.mesh), own), required=own
-            )
+            built = build(self.lower(shapes), options_for(self.strategy, platform_of(self.mesh), own), required=own)
             _check_donation(built, self.state_shapes)
             self._built[cached] = built
         return self._built[cached]
@@ -185,9 +181,7 @@ class Training:
         return counted
 
     def _jitted(self):
-        return jax.jit(
-            lambda state, batch: self.step_fn(state, batch), donate_argnums=0, out_shardings=self._results()
-        )
+        return jax.jit(lambda state, batch: self.step_fn(state, batch), donate_argnums=0, out_shardings=self._results())
 
     def _results(self):
         return self.setup.where.shardings, NamedSharding(self.mesh, P())
@@ -202,9 +196,7 @@ def _with_sharding(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-def _global_gradients(
-    program: Program, params: Any, extra: Any, batch: Any, key: Any, scale: Any
-) -> Gradients:
+def _global_gradients(program: Program, params: Any, extra: Any, batch: Any, key: Any, scale: Any) -> Gradients:
     """The device's program over global arrays."""
     strategy, layout = program.strategy, program.layout
     specs = jax.tree.map(lambda leaf: leaf.spec(strategy.params), layout)

@@ -44,9 +44,7 @@ class Placement:
         _choice("Placement", "memory", self.memory, ("device",))
         _choice("Placement", "devices", self.devices, ("all", "first"))
         if self.devices == "first" and self.axes:
-            raise ValueError(
-                f"Placement(devices='first', axes={self.axes}): what one device holds is not split."
-            )
+            raise ValueError(f"Placement(devices='first', axes={self.axes}): what one device holds is not split.")
 
     def __str__(self) -> str:
         if self.devices == "first":
@@ -104,8 +102,7 @@ class Strategy:
         for low, high in zip(rungs, rungs[1:], strict=False):
             if high.axes[: len(low.axes)] != low.axes or low.devices != high.devices:
                 ladder = "\n".join(
-                    f"  {name:6} {placement}"
-                    for name, placement in zip(("params", "grads", "opt"), rungs, strict=True)
+                    f"  {name:6} {placement}" for name, placement in zip(("params", "grads", "opt"), rungs, strict=True)
                 )
                 raise ValueError(
                     f"these placements are no ladder:\n{ladder}\n"

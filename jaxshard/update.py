@@ -50,9 +50,7 @@ def updated(
     # Without these constraints the compiler may choose whole arrays for the update, and gather twice.
     params = with_sharding_constraint(params, slices)
     opt = with_sharding_constraint(opt, where.shardings.opt)
-    params = program.map(
-        lambda leaf, kept, new: kept if new is None else new, state.params, published(program, params)
-    )
+    params = program.map(lambda leaf, kept, new: kept if new is None else new, state.params, published(program, params))
     return replace(state, step=step, params=params, opt=opt, extra=result.extra, scale=scale)
 
 
@@ -89,16 +87,11 @@ def published(program: Program, params: Any) -> Any:
 
     def gather(params):
         return program.map(
-            lambda leaf, x: (
-                None if x is None else collectives.gather(x, leaf.dim, axes, program.sizes, leaf.path)
-            ),
+            lambda leaf, x: None if x is None else collectives.gather(x, leaf.dim, axes, program.sizes, leaf.path),
             params,
         )
 
     specs = [
-        program.learning(program.map(lambda leaf, at=at: leaf.spec(at), *()))
-        for at in (strategy.opt, strategy.params)
+        program.learning(program.map(lambda leaf, at=at: leaf.spec(at), *())) for at in (strategy.opt, strategy.params)
     ]
-    return jax.shard_map(
-        gather, mesh=program.mesh, in_specs=(specs[0],), out_specs=specs[1], check_vma=False
-    )(params)
+    return jax.shard_map(gather, mesh=program.mesh, in_specs=(specs[0],), out_specs=specs[1], check_vma=False)(params)

@@ -81,7 +81,7 @@ def run(session: Session, console: Console) -> None:
     say(console, _opening(session))
     state = session.training.init(partial(gpt.init, config.model), jax.random.key(config.run.seed))
     pace = _Pace(tokens=config.data.batch * config.model.context, steps=steps)
-    pending = []
+    pending, loss = [], math.nan
     with progress(console, steps) as show:
         for step in range(1, steps + 1):
             state, metrics = session.training.step(state, session.batches(step - 1))
@@ -90,14 +90,17 @@ def run(session: Session, console: Console) -> None:
                 # Metrics stay on the device until here, because reading one waits for its step.
                 values = [{name: float(value) for name, value in row.items()} for row in pending]
                 file.write(*({"step": step - len(values) + i} | row for i, row in enumerate(values, start=1)))
-                pending = []
-                show(pace.report(step, values[-1]["loss"]))
-                _check(values[-1]["loss"], step, config)
-            if step == steps or (config.run.eval_every and step % config.run.eval_every == 0):
+                pending, loss = [], values[-1]["loss"]
+                show(pace.report(step, loss))
+                _check(loss, step, config)
+            if config.run.eval_every and step % config.run.eval_every == 0 and step < steps:
                 held_out = evaluate(session, state)
                 file.write({"step": step, "held_out_loss": held_out})
                 say(console, f"step {step}/{steps}  held-out loss {held_out:.5f}")
                 pace.resume(step)
+    held_out = evaluate(session, state)
+    file.write({"step": steps, "held_out_loss": held_out})
+    say(console, f"after {steps} steps: training loss {loss:.5f}, held-out loss {held_out:.5f}")
     summary(console, session.training.explain())
     say(console, f"metrics are in {file.path}")
 

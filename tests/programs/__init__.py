@@ -23,10 +23,7 @@ THEMES: tuple[ModuleType, ...] = (
 )
 
 PROGRAMS: dict[str, Program] = {
-    program.name: program
-    for theme in THEMES
-    for program in vars(theme).values()
-    if isinstance(program, Program)
+    program.name: program for theme in THEMES for program in vars(theme).values() if isinstance(program, Program)
 }
 
 SMOKE = (

@@ -52,9 +52,7 @@ def convolution_depthwise(params, batch):
     """A group for every channel, then a transposed convolution."""
     dims = ("NCH", "OIH", "NCH")
     x = batch["x"].swapaxes(1, 2)
-    h = lax.conv_general_dilated(
-        x, params["depthwise"], (1,), "SAME", dimension_numbers=dims, feature_group_count=8
-    )
+    h = lax.conv_general_dilated(x, params["depthwise"], (1,), "SAME", dimension_numbers=dims, feature_group_count=8)
     h = lax.conv_transpose(jnp.tanh(h), params["up"], (2,), "SAME", dimension_numbers=dims)
     return squared_error(h.mean(2) @ params["out"], batch)
 

@@ -34,9 +34,7 @@ def _(primals, tangents):
 
 @program(init=NETWORK)
 def custom_jvp_of_weight(params, batch):
-    return squared_error(
-        _dense_jvp(batch["x"] + 0.1, params["w"]) @ params["out"] + params["bias"].sum(), batch
-    )
+    return squared_error(_dense_jvp(batch["x"] + 0.1, params["w"]) @ params["out"] + params["bias"].sum(), batch)
 
 
 @jax.custom_vjp
@@ -155,9 +153,7 @@ def _fixed_point_fwd(w, x):
 def _fixed_point_bwd(residuals, g):
     w, x, z = residuals
     _, vjp = jax.vjp(lambda w, x, z: jnp.tanh(z @ w * 0.3 + x), w, x, z)
-    _, u = lax.while_loop(
-        lambda state: state[0] < 30, lambda state: (state[0] + 1, g + vjp(state[1])[2]), (0, g)
-    )
+    _, u = lax.while_loop(lambda state: state[0] < 30, lambda state: (state[0] + 1, g + vjp(state[1])[2]), (0, g))
     return vjp(u)[:2]
 
 
@@ -210,9 +206,7 @@ def custom_root(params, batch):
 def gradient_penalty(params, batch):
     """The size of the gradient with respect to the input, differentiated again."""
     slopes = jax.vmap(jax.grad(network, argnums=1), in_axes=(None, 0))(params, batch["x"])
-    return squared_error(network(params, batch["x"]), batch) + jnp.mean(
-        (jnp.linalg.norm(slopes, axis=1) - 1) ** 2
-    )
+    return squared_error(network(params, batch["x"]), batch) + jnp.mean((jnp.linalg.norm(slopes, axis=1) - 1) ** 2)
 
 
 @program(init=normals(into=(8, 16), layers=(2, 16, 16), out=(16,)))
@@ -289,6 +283,4 @@ def vmap_over_params(params, batch):
 def vmap_on_other_dims(params, batch):
     """An ensemble along dims that are not the first; one leaf is shared by all members."""
     axes = {"w": 1, "bias": None, "out": 1}
-    return squared_error(
-        jax.vmap(network, in_axes=(axes, None), out_axes=1)(params, batch["x"]).mean(1), batch
-    )
+    return squared_error(jax.vmap(network, in_axes=(axes, None), out_axes=1)(params, batch["x"]).mean(1), batch)

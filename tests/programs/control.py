@@ -22,9 +22,7 @@ def cond_on_data(params, batch):
 @program(init=BRANCHES, per_example=False)
 def cond_on_part(params, batch):
     """All examples of a part decide together, so devices part ways for the whole forward pass."""
-    weights = lax.cond(
-        batch["x"].sum() > 0, lambda p: (p["w"], p["v"]), lambda p: (2 * p["v"], p["w"]), params
-    )
+    weights = lax.cond(batch["x"].sum() > 0, lambda p: (p["w"], p["v"]), lambda p: (2 * p["v"], p["w"]), params)
     return squared_error((batch["x"] @ weights[0] + jnp.sin(batch["x"] @ weights[1])) @ params["out"], batch)
 
 
@@ -94,9 +92,7 @@ def while_on_data(params, batch):
     w, bias = lax.stop_gradient((params["w"], params["bias"]))
 
     def settle(x):
-        return lax.while_loop(
-            lambda x: jnp.abs(x).max() > 0.7, lambda x: jnp.tanh(0.5 * (x @ w) + 0.1 * bias), x
-        )
+        return lax.while_loop(lambda x: jnp.abs(x).max() > 0.7, lambda x: jnp.tanh(0.5 * (x @ w) + 0.1 * bias), x)
 
     h = jnp.tanh(3 * lax.map(settle, batch["x"]) @ params["w"])
     return squared_error(h @ params["out"] + batch["x"] @ params["out"], batch)

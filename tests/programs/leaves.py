@@ -28,9 +28,7 @@ def leaf_key(params, batch):
     return squared_error(jnp.sin(batch["x"] @ features + batch["x"] @ params["w"]) @ params["out"], batch)
 
 
-@program(
-    init=with_leaf(keys=lambda key: jax.random.split(key, 8), layers=lambda key: normal(key, (8, 16, 16)))
-)
+@program(init=with_leaf(keys=lambda key: jax.random.split(key, 8), layers=lambda key: normal(key, (8, 16, 16))))
 def leaf_keys_scanned(params, batch):
     """A stack of keys is xs next to a stack of weights: noise of each layer's own."""
 
@@ -100,9 +98,7 @@ def leaf_odd_shapes(params, batch):
 
 
 @program(
-    init=with_leaf(
-        filters=lambda key: lax.complex(normal(key, (9, 16)), normal(jax.random.split(key)[0], (9, 16)))
-    )
+    init=with_leaf(filters=lambda key: lax.complex(normal(key, (9, 16)), normal(jax.random.split(key)[0], (9, 16))))
 )
 def leaf_complex(params, batch):
     """complex64: a filter in the frequencies, as in a Fourier neural operator."""
@@ -111,9 +107,7 @@ def leaf_complex(params, batch):
     return squared_error(jnp.fft.irfft(spectrum, 16) @ params["out"] + spectrum.real.mean(1), batch)
 
 
-@program(
-    init=with_leaf(phases=lambda key: normal(key, (4, 2, 1, 8, 2)), unit=lambda key: normal(key, (1, 16)))
-)
+@program(init=with_leaf(phases=lambda key: normal(key, (4, 2, 1, 8, 2)), unit=lambda key: normal(key, (1, 16))))
 def leaf_many_dims(params, batch):
     """Five dims, and dims of size one."""
     w = params["phases"].mean((0, 1, 2))
@@ -159,9 +153,7 @@ class Block:
 
 def _dataclasses(key):
     blocks = zip(jax.random.split(key), ("tanh", "sin"), strict=True)
-    return {
-        "blocks": [Block(w=normal(k, (8, 8)), bias=normal(k, (8,)), activation=name) for k, name in blocks]
-    }
+    return {"blocks": [Block(w=normal(k, (8, 8)), bias=normal(k, (8,)), activation=name) for k, name in blocks]}
 
 
 @program(init=_dataclasses)

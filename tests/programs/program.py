@@ -93,8 +93,7 @@ def normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def normals(**shapes: tuple[int, ...]) -> Callable[[jax.Array], dict[str, Any]]:
     """An `init` that gives a dict of `normal` leaves."""
     return lambda key: {
-        name: normal(jax.random.fold_in(key, index), shape)
-        for index, (name, shape) in enumerate(shapes.items())
+        name: normal(jax.random.fold_in(key, index), shape) for index, (name, shape) in enumerate(shapes.items())
     }
 
 

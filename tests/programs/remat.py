@@ -58,15 +58,11 @@ remat_only_these_names = unrolled(
 remat_any_but_these_names = unrolled(
     "remat_any_but_these_names",
     "Any name is kept but one, and products are.",
-    policy=policies.save_from_both_policies(
-        policies.save_any_names_but_these("hidden"), policies.dots_saveable
-    ),
+    policy=policies.save_from_both_policies(policies.save_any_names_but_these("hidden"), policies.dots_saveable),
 )
 remat_allowing_cse = unrolled("remat_allowing_cse", "No barrier around the block.", prevent_cse=False)
 remat_in_scan = scanned("remat_in_scan", "Each step recomputes itself.")
-remat_in_scan_allowing_cse = scanned(
-    "remat_in_scan_allowing_cse", "As the manual advises.", prevent_cse=False
-)
+remat_in_scan_allowing_cse = scanned("remat_in_scan_allowing_cse", "As the manual advises.", prevent_cse=False)
 remat_in_scan_dots = scanned(
     "remat_in_scan_dots",
     "A policy inside the scan.",
@@ -86,9 +82,7 @@ def remat_around_scan(params, batch):
     def blocks(h, ws):
         return lax.scan(lambda h, ws: (block(h, *ws), None), h, ws)[0]
 
-    return squared_error(
-        blocks(batch["x"] @ params["into"], (params["up"], params["down"])) @ params["out"], batch
-    )
+    return squared_error(blocks(batch["x"] @ params["into"], (params["up"], params["down"])) @ params["out"], batch)
 
 
 @program(init=BLOCKS)
@@ -151,9 +145,7 @@ def remat_in_cond(params, batch):
     def one_example(x):
         h = x @ params["into"]
         for i in range(2):
-            h = lax.cond(
-                h[i] > 0, jax.checkpoint(block), lambda h, up, down: h, h, params["up"][i], params["down"][i]
-            )
+            h = lax.cond(h[i] > 0, jax.checkpoint(block), lambda h, up, down: h, h, params["up"][i], params["down"][i])
         return h
 
     return squared_error(lax.map(one_example, batch["x"]) @ params["out"], batch)

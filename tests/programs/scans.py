@@ -30,9 +30,7 @@ def scan_unrolled(params, batch):
 
 
 @program(
-    init=normals(
-        into=(8, 16), up=(4, 16, 24), bias=(4, 24), down=(4, 24, 16), scale=(4, 16), gate=(4,), out=(16,)
-    )
+    init=normals(into=(8, 16), up=(4, 16, 24), bias=(4, 24), down=(4, 24, 16), scale=(4, 16), gate=(4,), out=(16,))
 )
 def scan_several_stacks(params, batch):
     """Matrices, vectors and one scalar per layer in the same scan."""

@@ -41,11 +41,7 @@ def literals(params, batch):
 @program(init=DENSE)
 def literals_not_linear(params, batch):
     """1 + w, 2 - w, 1 / (2 + w), w ** 2 and exp w: zero in is not zero out."""
-    w = (
-        (1 + params["w"]) * (2 - params["w"]) / (2 + jnp.tanh(params["w"]))
-        + params["w"] ** 2
-        - jnp.exp(params["w"])
-    )
+    w = (1 + params["w"]) * (2 - params["w"]) / (2 + jnp.tanh(params["w"])) + params["w"] ** 2 - jnp.exp(params["w"])
     return squared_error(predict(batch["x"], w, params), batch)
 
 
@@ -97,11 +93,7 @@ def fused_projections(params, batch):
     """Three weights in one leaf: split along columns, and picked along a dim of their own."""
     q, k, v = jnp.split(params["qkv"], 3, axis=1)
     r, s, t = (params["stacked"][:, i] for i in range(3))
-    h = (
-        jnp.tanh(batch["x"] @ q) * (batch["x"] @ k)
-        + batch["x"] @ v
-        + jnp.sin(batch["x"] @ r) * (batch["x"] @ (s - t))
-    )
+    h = jnp.tanh(batch["x"] @ q) * (batch["x"] @ k) + batch["x"] @ v + jnp.sin(batch["x"] @ r) * (batch["x"] @ (s - t))
     return squared_error(h @ params["out"], batch)
 
 
@@ -184,24 +176,15 @@ def embedding_lookups(params, batch):
 @program(init=normals(table=(10, 3), w=(3, 8)), batch=examples(ids=Below(10, (5,)), y=Below(8)))
 def embedding_by_one_hot(params, batch):
     """A product instead of a lookup, with a table that cannot be split."""
-    return cross_entropy(
-        (jax.nn.one_hot(batch["ids"], 10) @ params["table"]).sum(1) @ params["w"], batch["y"]
-    )
+    return cross_entropy((jax.nn.one_hot(batch["ids"], 10) @ params["table"]).sum(1) @ params["w"], batch["y"])
 
 
-@program(
-    init=normals(w=(8, 4, 16), out=(16,)), batch=examples(x=(8,), y=(), i=Below(8, (2,)), j=Below(4, (2,)))
-)
+@program(init=normals(w=(8, 4, 16), out=(16,)), batch=examples(x=(8,), y=(), i=Below(8, (2,)), j=Below(4, (2,))))
 def several_indices(params, batch):
     """Two integer arrays at once, around a slice, and with a scalar."""
     rows = params["w"][batch["i"], batch["j"]].sum(1)
     columns = params["w"][batch["i"], :, batch["j"]].sum((1, 2))
-    h = (
-        batch["x"] @ params["w"][:, 3]
-        + rows
-        + columns[:, None]
-        + params["w"][2, 1, ::-1] * params["w"][0, 0, 5]
-    )
+    h = batch["x"] @ params["w"][:, 3] + rows + columns[:, None] + params["w"][2, 1, ::-1] * params["w"][0, 0, 5]
     return squared_error(h @ params["out"], batch)
 
 
@@ -222,11 +205,7 @@ def segments_of_leaf(params, batch):
 
 @program(init=normals(w=(8, 8), diagonal=(8,), out=(8,)))
 def triangles_and_diagonals(params, batch):
-    w = (
-        jnp.tril(params["w"], -1)
-        + jnp.diag(params["diagonal"])
-        + jnp.trace(params["w"]) * jnp.triu(params["w"].T)
-    )
+    w = jnp.tril(params["w"], -1) + jnp.diag(params["diagonal"]) + jnp.trace(params["w"]) * jnp.triu(params["w"].T)
     return squared_error(jnp.tanh(batch["x"] @ w) @ (params["out"] + jnp.diag(params["w"])), batch)
 
 

@@ -145,9 +145,7 @@ def nested_jit(params, batch):
 
 @program(init=normals(into=(8, 16), layers=(3, 16, 16), out=(16,)))
 def jit_in_scan(params, batch):
-    step = jax.jit(
-        lambda h, w, residual: h + jnp.sin(h @ w) if residual else jnp.tanh(h @ w), static_argnums=2
-    )
+    step = jax.jit(lambda h, w, residual: h + jnp.sin(h @ w) if residual else jnp.tanh(h @ w), static_argnums=2)
     h, _ = lax.scan(
         lambda h, w: (step(step(h, w, True), w, False), None), batch["x"] @ params["into"], params["layers"]
     )
@@ -175,9 +173,7 @@ def duplicated_outputs(params, batch):
     return squared_error(jnp.sin(batch["x"] @ (a + b * c + d * e)) @ params["out"], batch)
 
 
-@program(
-    init=normals(w=(8, 16), out=(16,), spare=(16, 16), spare_bias=(3,)), zero_grads=("spare", "spare_bias")
-)
+@program(init=normals(w=(8, 16), out=(16,), spare=(16, 16), spare_bias=(3,)), zero_grads=("spare", "spare_bias"))
 def unused_leaves(params, batch):
     """Two leaves that the loss never looks at."""
     return squared_error(jnp.tanh(batch["x"] @ params["w"]) @ params["out"], batch)
