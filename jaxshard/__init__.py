@@ -1,4 +1,4 @@
-"""Data-parallel training in JAX: strategies are sharding specs on a device mesh, carried out by explicit collectives."""
+"""Data-parallel training in JAX: a strategy is sharding specs on a device mesh, and every collective is explicit."""
 
 from jaxshard.contract import Collective, ContractError
 from jaxshard.dp import DataParallel

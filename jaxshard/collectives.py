@@ -85,7 +85,7 @@ def reduce(gradient: jax.Array, dim: int | None, route: Route, path: str) -> jax
     # Axes in mesh order, so that every strategy adds in the same order.
     spread = tuple(axis for axis in route.sizes if axis in spread)
     with scope("reduce", path):
-        if scatter:
+        if scatter and dim is not None:
             gradient = lax.psum_scatter(gradient, scatter, scatter_dimension=dim, tiled=True)
         if spread:
             gradient = lax.psum(gradient, spread)

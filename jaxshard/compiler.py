@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 from jax.stages import Compiled, Lowered
@@ -55,10 +56,11 @@ class Built:
 
 def build(lowered: Lowered, options: Mapping[str, str], *, required: Mapping[str, str] | None = None) -> Built:
     """Compiles with the options that the compiler knows. required: a user's own, which are never left out silently."""
-    kept, left_out = dict(options), {}
+    kept: dict[str, Any] = dict(options)
+    left_out: dict[str, str] = {}
     while True:
         try:
-            return Built(lowered.compile(compiler_options=kept or None), kept, left_out)
+            return Built(lowered.compile(compiler_options=dict(kept) or None), kept, left_out)
         except Exception as error:
             unknown = [name for name in kept if name in str(error) and name not in (required or {})]
             if not unknown or "No such compile option" not in str(error):

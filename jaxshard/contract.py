@@ -18,14 +18,14 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from jaxshard.collectives import SCOPE, Route, scope_name
 from jaxshard.gradients import MICROBATCHES, forward_jaxpr
-from jaxshard.jaxprs import COLLECTIVES, Site, axes_of, walk
+from jaxshard.jaxprs import COLLECTIVES, Site, axes_of, shape_of, walk
 from jaxshard.setup import Setup
 from jaxshard.specs import path_of, route, split_axes
 from jaxshard.strategy import BATCH_AXES
 
 _NAMED = re.compile(rf"{re.escape(SCOPE)}\.(use|gather|reduce|total):([\w.+-]*)")
-# How often a buffer of B bytes passes a device's link among n devices, by the ring algorithms; dp's transfers are all to
-# or from the first device, and its link is the one that counts.
+# How often a buffer of B bytes passes a device's link among n devices, by the ring algorithms; dp's transfers are all
+# to or from the first device, and its link is the one that counts.
 _ON_THE_WIRE = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
@@ -41,10 +41,11 @@ _ON_THE_WIRE = {
 class Collective:
     """One kind of message, as often as a step sends it.
 
-    kind: all_reduce, all_gather, reduce_scatter, all_to_all or permute; broadcast and gather for `dp`. purpose: gather, reduce or total (the
-    library's), or loss (the loss function's own). leaf: whose. axes, devices: mesh axes and the product of their sizes.
-    dtype, bytes: of the whole buffer (gathered, or before it is scattered). count: per step. loops: what it is inside
-    of, outermost first: ``microbatches`` or ``scan``.
+    kind: all_reduce, all_gather, reduce_scatter, all_to_all or permute; broadcast and gather for `dp`.
+    purpose: gather, reduce or total (the library's), or loss (the loss function's own). leaf: whose.
+    axes, devices: mesh axes and the product of their sizes.
+    dtype, bytes: of the whole buffer (gathered, or before it is scattered). count: per step.
+    loops: what it is inside of, outermost first: ``microbatches`` or ``scan``.
     """
 
     kind: str
@@ -106,7 +107,7 @@ def _loops(site: Site) -> tuple[str, ...]:
 
 def _buffers(eqn: JaxprEqn, kind: str) -> list[tuple[Any, int]]:
     variables = eqn.outvars if kind == "all_gather" else eqn.invars
-    return [(v.aval, v.aval.size * v.aval.dtype.itemsize) for v in variables]
+    return [(x, x.size * x.dtype.itemsize) for x in map(shape_of, variables)]
 
 
 def expected_collectives(made: Setup) -> tuple[Collective, ...]:
@@ -146,9 +147,9 @@ def expected_collectives(made: Setup) -> tuple[Collective, ...]:
     inner = ("microbatches",) if program.accumulate > 1 else ()
     for site in walk(forward_jaxpr(program, made.params, made.batch, made.extra)):
         purpose, name = _name(site, "", "")
-        if purpose not in ("use", "gather") or strategy.gather == "step" and purpose == "gather":
+        if purpose not in ("use", "gather") or (strategy.gather == "step" and purpose == "gather"):
             continue
-        leaf, out = by_name[name.split("+")[0]], site.eqn.outvars[0].aval
+        leaf, out = by_name[name.split("+")[0]], shape_of(site.eqn.outvars[0])
         count, loops = site.times * program.accumulate, (*inner, *_loops(site))
         if purpose == "gather" and COLLECTIVES.get(site.eqn.primitive.name):
             again = max(site.remats, int(program.choices.regather))

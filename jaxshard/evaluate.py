@@ -13,8 +13,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard import collectives
-from jaxshard.gradients import device_index, gathered_for_step, held_params
+from jaxshard.gradients import device_index
 from jaxshard.loss import Loss, loss_function
+from jaxshard.program import gathered_for_step, held_params
 from jaxshard.setup import Setup, shapes_of
 from jaxshard.state import TrainState
 from jaxshard.strategy import BATCH_AXES
@@ -75,8 +76,8 @@ class Evaluation:
 
 
 def _size(batch: Any) -> int:
-    sizes = {jnp.shape(x)[0] if jnp.ndim(x) else None for x in jax.tree.leaves(batch)}
-    if len(sizes) != 1 or None in sizes or 0 in sizes:
+    sizes = {jnp.shape(x)[0] if jnp.ndim(x) else 0 for x in jax.tree.leaves(batch)}
+    if len(sizes) != 1 or 0 in sizes:
         raise ValueError(f"the leaves of batch have the first dims {sizes}; all must have the same, above 0.")
     return sizes.pop()
 

@@ -32,8 +32,11 @@ class LeafRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """leaves: a row per parameter. bytes_per_device: by class (params, grads, opt, extra). contract: every collective of a
-    step. options: XLA options of the target; left_out: those its compiler does not know. str() prints it all."""
+    """What a step holds and sends; ``str()`` prints it all.
+
+    leaves: a row per parameter. bytes_per_device: by class (params, grads, opt, extra). contract: every collective of
+    a step. options: XLA options of the target. left_out: those that its compiler does not know.
+    """
 
     strategy: str
     mesh: dict[str, int]

@@ -157,12 +157,14 @@ def _on_shard(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
             return None
     elif len(held) > 1 or (operands[0] is not first and name != "mul"):
         return None
-    if move(eqn, first.dim, first.pieces) is None:
+    moved = move(eqn, first.dim, first.pieces)
+    if moved is None:
         return None
 
     def apply(pieces: int, arrays: list[Any]):
-        _, params = move(eqn, first.dim, pieces)
-        return evaluate(eqn.replace(params=params), arrays)
+        on_piece = move(eqn, first.dim, pieces)
+        assert on_piece is not None, "what can be split into all pieces can be split into fewer"
+        return evaluate(eqn.replace(params=on_piece[1]), arrays)
 
     leaves = apply(first.route.leaf_pieces, [x.cast if isinstance(x, Held) else x for x in operands])
     if first.slot is None:
@@ -175,7 +177,7 @@ def _on_shard(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
         slots = [first.slot * factor if name == "mul" else first.slot / factor]
     else:
         slots = apply(first.route.slot_pieces, [x.slot if isinstance(x, Held) else x for x in operands])
-    dim, _ = move(eqn, first.dim, first.pieces)
+    dim, _ = moved
     path = "+".join(dict.fromkeys(x.path for x in held))
     return [
         None if leaf is None else replace(first, leaf=leaf, slot=slot, dtype=leaf.dtype, dim=dim, path=path)
@@ -254,11 +256,11 @@ def _scan(eqn: JaxprEqn, operands: list[Any], choices: Choices, place: _Place) -
     return [*carry, *stacked]
 
 
-def _tied(operands: list[Any]) -> list[Any]:
+def _tied(operands: Sequence[Any]) -> list[Any]:
     """The same operands, with each split leaf tied to the first activation among them."""
     activation = next((i for i, x in enumerate(operands) if _is_activation(x)), None)
     if activation is None:
-        return operands
+        return list(operands)
     operands = list(operands)
     for i, x in enumerate(operands):
         if isinstance(x, Held) and x.is_split:
@@ -268,4 +270,4 @@ def _tied(operands: list[Any]) -> list[Any]:
 
 
 def _is_activation(x: Any) -> bool:
-    return isinstance(x, jax.core.Tracer) and x.ndim > 0 and jnp.issubdtype(x.dtype, jnp.floating)
+    return isinstance(x, jax.Array) and x.ndim > 0 and jnp.issubdtype(x.dtype, jnp.floating)

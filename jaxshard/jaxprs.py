@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -56,20 +56,23 @@ def trace(fn: Callable[..., Any], mesh: Mesh, axis_name: str | None, *args: Any)
 
 def evaluate(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     """The results of one equation, in the order of its outvars; None for those that nobody reads."""
-    literal = [isinstance(v, Literal) for v in eqn.invars]
-    variables = list(dict.fromkeys(v for v, lit in zip(eqn.invars, literal, strict=True) if not lit))
     values = {v: x for v, x in zip(eqn.invars, operands, strict=True) if isinstance(v, Var)}
     kept = [v for v in eqn.outvars if not is_dropped(v)]
     jaxpr = Jaxpr(
         constvars=(),
-        invars=variables,
+        invars=list(values),
         outvars=kept,
         eqns=[eqn],
         effects=eqn.effects,
         debug_info=_NO_DEBUG_INFO,
     )
-    results = iter(jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*(values[v] for v in variables)))
+    results = iter(jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*values.values()))
     return [None if is_dropped(v) else next(results) for v in eqn.outvars]
+
+
+def shape_of(atom: Any) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of a jaxpr's variable or literal."""
+    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
 
 
 def is_dropped(var: Var) -> bool:
@@ -110,8 +113,8 @@ def scan_parts(eqn: JaxprEqn) -> tuple[int, int]:
     these counts are parameters of the equation, later they are not.)
     """
     body, _ = body_of(eqn)
-    carries = sum(len(o.aval.shape) == len(i.aval.shape) for o, i in zip(eqn.outvars, body.outvars, strict=True))
-    sliced = sum(len(o.aval.shape) != len(i.aval.shape) for o, i in zip(eqn.invars, body.invars, strict=True))
+    carries = sum(shape_of(o).ndim == shape_of(i).ndim for o, i in zip(eqn.outvars, body.outvars, strict=True))
+    sliced = sum(shape_of(o).ndim != shape_of(i).ndim for o, i in zip(eqn.invars, body.invars, strict=True))
     return len(eqn.invars) - carries - sliced, carries
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -11,7 +12,7 @@ from jax.sharding import AxisType, Mesh
 from jaxshard.strategy import BATCH_AXES, REPLICA, SHARD
 
 
-def make_mesh(*, replica: int = 1, shard: int = -1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(*, replica: int = 1, shard: int = -1, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of ``replica x shard`` devices.
 
     replica: how many copies of the states there are. shard: over how many devices each copy may be split.

@@ -7,25 +7,26 @@ zero has the wrong derivative. Whatever is not listed here is right as well; the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from jaxshard.jaxprs import INLINED, REMAT, body_of, scan_parts
+from jaxshard.jaxprs import INLINED, REMAT, body_of, scan_parts, shape_of
 
-Params = Mapping[str, Any]
+Params = dict[str, Any]
 Rule = Callable[[JaxprEqn, int, int], tuple[int, Params] | None]
-"""(equation, split dim of operand 0, pieces) -> (that dim in the results, the equation's parameters on one piece)."""
+"""(equation, split dim, pieces) -> (that dim in the results, the equation's parameters on one piece)."""
 
 SLICES = ("slice", "dynamic_slice", "split")
 
 
 def move(eqn: JaxprEqn, dim: int | None, pieces: int) -> tuple[int | None, Params] | None:
-    """Where an equation takes the split dim of the leaf it reads (its first operand, or any factor), and its parameters on one of the pieces.
+    """Where an equation takes the split dim of the leaf it reads, and its parameters on one of the pieces.
 
-    None when the equation is not linear, or needs the leaf whole. `dim` None is a leaf that is not split.
+    The leaf is its first operand, or any factor of a product. None when the equation is not linear, or needs the leaf
+    whole. `dim` None is a leaf that is not split.
     """
     name = eqn.primitive.name
     if name not in _RULES or not _linear_in_first(eqn):
@@ -36,13 +37,13 @@ def move(eqn: JaxprEqn, dim: int | None, pieces: int) -> tuple[int | None, Param
 
 
 def _linear_in_first(eqn: JaxprEqn) -> bool:
-    shape, first = _shape(eqn), eqn.outvars[0].aval
+    shape, first = _shape(eqn), shape_of(eqn.outvars[0])
     match eqn.primitive.name:
         case "mul" | "div":
             factors = eqn.invars if eqn.primitive.name == "mul" else eqn.invars[1:]
             return any(isinstance(factor, Literal) and not jnp.shape(factor.val) for factor in factors)
         case "convert_element_type":
-            floats = (eqn.invars[0].aval.dtype, first.dtype)
+            floats = (shape_of(eqn.invars[0]).dtype, first.dtype)
             return all(jnp.issubdtype(dtype, jnp.floating) for dtype in floats)
         case "broadcast_in_dim":
             return len(eqn.invars) == 1 and math.prod(first.shape) == math.prod(shape)
@@ -52,7 +53,7 @@ def _linear_in_first(eqn: JaxprEqn) -> bool:
 
 
 def _shape(eqn: JaxprEqn) -> tuple[int, ...]:
-    return eqn.invars[0].aval.shape
+    return shape_of(eqn.invars[0]).shape
 
 
 def _elementwise(eqn: JaxprEqn, dim: int, pieces: int):
@@ -133,7 +134,7 @@ def sliced_dims(jaxpr: Jaxpr, leaves: int, pieces: int) -> list[set[int]]:
     found: list[set[int]] = [set() for _ in range(leaves)]
     # For each variable: (leaf, dim of the leaf) -> dim of the variable.
     places = {
-        var: {(leaf, dim): dim for dim in range(len(var.aval.shape))} for leaf, var in enumerate(jaxpr.invars[:leaves])
+        var: {(leaf, dim): dim for dim in range(shape_of(var).ndim)} for leaf, var in enumerate(jaxpr.invars[:leaves])
     }
     _follow(jaxpr, places, pieces, found)
     return found
@@ -193,7 +194,7 @@ def _reads_rows(jaxpr: Jaxpr, eqn: JaxprEqn, position: int) -> bool:
     if name in ("convert_element_type", "transpose", "neg", "mul", "div"):
         return position == 0 and _linear_in_first(eqn) and read_by_rows(jaxpr, eqn.outvars[0])
     if name in ("slice", "dynamic_slice"):
-        return position == 0 and math.prod(eqn.outvars[0].aval.shape) < math.prod(_shape(eqn))
+        return position == 0 and shape_of(eqn.outvars[0]).size < math.prod(_shape(eqn))
     if name in INLINED + REMAT:
         inner, _ = body_of(eqn)
         return read_by_rows(inner, inner.invars[position])

@@ -59,7 +59,7 @@ class Precision:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LossScale:
-    """The state of dynamic loss scaling: float32 `scale`; int32 `good` steps since it changed; int32 `skipped` in all."""
+    """Dynamic loss scaling: float32 `scale`; int32 `good` steps since it changed; int32 `skipped` steps in all."""
 
     scale: jax.Array
     good: jax.Array

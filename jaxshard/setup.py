@@ -15,10 +15,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.gather import Choices, body_remat
-from jaxshard.gradients import Program, TracedLoss, trace_loss
 from jaxshard.loss import LossFunction, loss_function
 from jaxshard.mesh import axis_sizes, size_over
 from jaxshard.precision import Precision, cast_floats
+from jaxshard.program import Program, TracedLoss, trace_loss
 from jaxshard.specs import check_batch, layout, split_axes
 from jaxshard.state import StateLayout, TrainState, born_sharded, check_shapes, placed, state_layout
 from jaxshard.strategy import BATCH_AXES, Strategy, name_of

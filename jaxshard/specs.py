@@ -61,7 +61,7 @@ def _itemsize(dtype: Any) -> int:
 
 
 def split_axes(strategy: Strategy) -> tuple[str, ...]:
-    """The axes that a layout divides leaves by: those of the optimizer state, `shard` for strategies that split none."""
+    """The axes that a layout divides leaves by: the optimizer state's, `shard` for strategies that split none."""
     return strategy.opt.axes or (SHARD,)
 
 
@@ -207,8 +207,8 @@ def check_batch(batch: Any, parts: Mapping[str, int]) -> None:
     named = jax.tree_util.tree_leaves_with_path(batch)
     if not named:
         raise ValueError("batch has no arrays; pass a pytree of arrays whose first dim is the global batch.")
-    sizes = {path_of(path) or "batch": jnp.shape(x)[0] if jnp.ndim(x) else None for path, x in named}
-    if len(set(sizes.values())) > 1 or None in sizes.values():
+    sizes = {path_of(path): int(jnp.shape(x)[0]) if jnp.ndim(x) else 0 for path, x in named}
+    if len(set(sizes.values())) > 1:
         raise ValueError(f"the leaves of batch disagree in their first dim, which is the global batch: {sizes}.")
     size, divisor = next(iter(sizes.values())), math.prod(parts.values())
     if size == 0 or size % divisor:

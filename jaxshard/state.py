@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.gradients import Program
 from jaxshard.precision import LossScale, cast_floats, initial_loss_scale
+from jaxshard.program import Program
 from jaxshard.specs import optimizer_layout, path_of, sharding, shardings
 
 
@@ -38,10 +38,12 @@ def new_state(
 ) -> TrainState:
     """The state at step 0; traceable."""
     params = cast_floats(params, program.precision.params)
+    with jax.numpy_dtype_promotion("standard"):
+        opt = optimizer.init(program.learning(params))
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
-        opt=optimizer.init(program.learning(params)),
+        opt=opt,
         extra=extra,
         key=jax.random.fold_in(key, RUN_KEY),
         scale=initial_loss_scale(program.precision),
@@ -82,7 +84,7 @@ def born_sharded(
     init: Callable[[jax.Array], tuple[Any, Any]],
     key: jax.Array,
 ) -> TrainState:
-    """One global computation from a key to a state, each leaf computed where it will live; the same values on any mesh."""
+    """A state from a key in one global computation, each leaf born where it will live; the same on any mesh."""
 
     def make(key):
         params, extra = init(key)

@@ -19,9 +19,10 @@ from jaxshard.contract import Collective, count_collectives, expected_collective
 from jaxshard.dp import DataParallel
 from jaxshard.evaluate import Evaluation, whole
 from jaxshard.explain import Explanation, explain
-from jaxshard.gradients import Gradients, Program, device_gradients
+from jaxshard.gradients import Gradients, device_gradients
 from jaxshard.mesh import make_mesh, platform_of
 from jaxshard.precision import Precision
+from jaxshard.program import Program
 from jaxshard.setup import Setup, setup, shapes_of
 from jaxshard.state import TrainState
 from jaxshard.strategy import BATCH_AXES, Strategy, named
@@ -47,16 +48,16 @@ def parallelize(
 ) -> Training | DataParallel:
     """A training step for any loss function, sharded as the strategy says.
 
-    loss_fn: ``(params, batch) -> loss``; ``key=`` (another on every device and microbatch) and ``extra=`` (state that is
-        not trained) are passed if its signature names them. The loss is a float scalar, a mean over the examples it is
-        given, or a `Loss`; with ``extra``, the pair ``(loss, new_extra)``.
+    loss_fn: ``(params, batch) -> loss``; ``key=`` (another on every device and microbatch) and ``extra=`` (state that
+        is not trained) are passed if its signature names them. The loss is a float scalar, a mean over the examples
+        it is given, or a `Loss`; with ``extra``, the pair ``(loss, new_extra)``.
     optimizer: any optax optimizer.
     params: the parameters' shapes: a function of a PRNG key (as given to `Training.init`; it is not run), or a pytree
         of arrays or ShapeDtypeStructs. With ``extra``, ``(params, extra)``.
     batch: the shapes of a global batch: arrays or ShapeDtypeStructs whose first dim is the batch.
     mesh: of `make_mesh`; by default all devices along `shard` (and 2 replicas for a strategy that needs them).
     accumulate: microbatches per step. clip: the global norm that gradients are clipped to.
-    remat: ``"none"``, ``"full"``, ``"dots"`` or a policy of `jax.checkpoint_policies`, for the bodies of scans over layers.
+    remat: for the bodies of scans over layers: ``"none"``, ``"full"``, ``"dots"`` or one of `jax.checkpoint_policies`.
     trainable: a predicate on the path (``blocks/mlp/kernel``), or a mask tree; by default every float and complex leaf.
     whole_budget: the smallest leaves stay whole while they cost less than this fraction of a device's share.
     axis_name: a name the model uses for its batch axis, such as BatchNorm's.
@@ -154,7 +155,7 @@ class Training:
         return self._jitted().lower(self.state_shapes, self._batch_shapes(batch))
 
     def built(self, batch: Any = None) -> Built:
-        """The compiled step for a batch of these shapes. Raises RuntimeError if donated state is not reused in place."""
+        """The compiled step for a batch of these shapes. Raises RuntimeError if state is not updated in place."""
         shapes = self._batch_shapes(batch)
         cached = tuple(jax.tree.leaves(shapes_of(shapes))), jax.tree.structure(shapes)
         if cached not in self._built:
@@ -200,13 +201,9 @@ def _global_gradients(program: Program, params: Any, extra: Any, batch: Any, key
     """The device's program over global arrays."""
     strategy, layout = program.strategy, program.layout
     specs = jax.tree.map(lambda leaf: leaf.spec(strategy.params), layout)
-    results = Gradients(
-        grads=program.learning(jax.tree.map(lambda leaf: leaf.spec(strategy.opt), layout)),
-        loss=P(),
-        metrics=P(),
-        norm=P(),
-        extra=P(),
-    )
+    grads = program.learning(jax.tree.map(lambda leaf: leaf.spec(strategy.opt), layout))
+    whole: Any = P()
+    results = Gradients(grads=grads, loss=whole, metrics=whole, norm=whole, extra=whole)
     mapped = jax.shard_map(
         lambda *args: device_gradients(program, *args),
         mesh=program.mesh,
@@ -224,9 +221,8 @@ def _check_donation(built: Built, state: TrainState) -> None:
     donated = sum(_local_bytes(x) for x in jax.tree.leaves(state))
     if memory.alias_size_in_bytes < donated:
         raise RuntimeError(
-            f"{donated - memory.alias_size_in_bytes} of the state's {donated} bytes per device are not updated in place, "
-            "so a step needs them twice. A leaf whose shape or dtype the optimizer changes does that: "
-            "keep both (check with jax.eval_shape(optimizer.update, ...))."
+            f"{donated - memory.alias_size_in_bytes} of the state's {donated} bytes per device are not updated in "
+            "place, so a step would need them twice. Leaves of the state must keep their shapes and dtypes."
         )
 
 

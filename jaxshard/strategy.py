@@ -6,6 +6,7 @@ rungs of the ladder ``params <= grads <= opt`` (see `Strategy`); the step builde
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Literal
@@ -99,7 +100,7 @@ class Strategy:
         _choice("Strategy", "reduce", self.reduce, ("microbatch", "step"))
         _choice("Strategy", "prefer", self.prefer, ("speed", "memory"))
         rungs = (self.params, self.grads, self.opt)
-        for low, high in zip(rungs, rungs[1:], strict=False):
+        for low, high in itertools.pairwise(rungs):
             if high.axes[: len(low.axes)] != low.axes or low.devices != high.devices:
                 ladder = "\n".join(
                     f"  {name:6} {placement}" for name, placement in zip(("params", "grads", "opt"), rungs, strict=True)

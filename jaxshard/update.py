@@ -15,8 +15,9 @@ import optax
 from jax.lax import with_sharding_constraint
 
 from jaxshard import collectives
-from jaxshard.gradients import Gradients, Program
+from jaxshard.gradients import Gradients
 from jaxshard.precision import next_loss_scale
+from jaxshard.program import Program
 from jaxshard.specs import shardings
 from jaxshard.state import StateLayout, TrainState
 
@@ -72,8 +73,10 @@ def apply_optimizer(
         result.grads,
         params,
     )
-    updates, new_opt = optax.with_extra_args_support(optimizer).update(grads, opt, params, value=result.loss)
-    new = optax.apply_updates(params, updates)
+    # optax mixes integer counts with floats, which a user's strict promotion would forbid.
+    with jax.numpy_dtype_promotion("standard"):
+        updates, new_opt = optax.with_extra_args_support(optimizer).update(grads, opt, params, value=result.loss)
+        new = optax.apply_updates(params, updates)
     same = jax.tree.map(lambda x, kept: x.astype(kept.dtype), (new, new_opt), (params, opt))
     return same
 

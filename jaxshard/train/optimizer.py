@@ -46,14 +46,5 @@ def make(config: OptimizerConfig, *, batch: int, steps: int) -> optax.GradientTr
     decay = optax.add_decayed_weights(config.weight_decay, mask=decayed)
     rate = optax.scale_by_learning_rate(schedule(config, batch=batch, steps=steps))
     if config.name == "sgd":
-        return _promoting(optax.chain(optax.trace(config.beta1), decay, rate))
-    return _promoting(optax.chain(optax.scale_by_adam(config.beta1, config.beta2), decay, rate))
-
-
-def _promoting(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    # optax combines integer counts with floats, which JAX's strict dtype promotion forbids.
-    def update(updates, state, params=None):
-        with jax.numpy_dtype_promotion("standard"):
-            return optimizer.update(updates, state, params)
-
-    return optax.GradientTransformation(optimizer.init, update)
+        return optax.chain(optax.trace(config.beta1), decay, rate)
+    return optax.chain(optax.scale_by_adam(config.beta1, config.beta2), decay, rate)

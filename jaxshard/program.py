@@ -1,0 +1,136 @@
+"""Everything that is known of a step before it runs, and parameters made ready for the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import Mesh
+
+from jaxshard import collectives
+from jaxshard.collectives import Route
+from jaxshard.gather import Choices, Held, gather_at_use
+from jaxshard.jaxprs import dependent_outputs, trace
+from jaxshard.loss import Loss, LossFunction
+from jaxshard.mesh import axis_sizes, size_over
+from jaxshard.precision import Precision, cast_floats
+from jaxshard.specs import Leaf, path_of, route, split_axes
+from jaxshard.strategy import Placement, Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedLoss:
+    """A loss function as a jaxpr over whole parameters, for one device's part of a batch."""
+
+    closed: ClosedJaxpr
+    result: Any  # (Loss, new_extra) as ShapeDtypeStructs
+
+    def __call__(self, choices: Choices, params: Any, batch: Any, key: Any, extra: Any) -> tuple[Loss, Any]:
+        """Evaluates it; the leaves of params may be `Held`."""
+        held = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Held))
+        flat = [*held, *jax.tree.leaves((batch, key, extra))]
+        return jax.tree.unflatten(jax.tree.structure(self.result), gather_at_use(self.closed, choices)(*flat))
+
+
+def trace_loss(
+    loss: LossFunction, mesh: Mesh, axis_name: str | None, params: Any, batch: Any, key: Any, extra: Any
+) -> TracedLoss:
+    """Traces a loss once, from ShapeDtypeStructs as one device sees them (parameters whole, in the compute dtype).
+
+    Raises ValueError when a leaf of the new `extra` that is no float could differ between devices: floats are
+    averaged, others have no mean.
+    """
+    closed, shapes = trace(loss, mesh, axis_name, params, batch, key, extra)
+    count = [len(jax.tree.leaves(x)) for x in (params, batch, key, extra)]
+    varies = [False] * count[0] + [True] * (count[1] + count[2]) + [False] * count[3]
+    named = jax.tree_util.tree_leaves_with_path(shapes[1])
+    flags = dependent_outputs(closed.jaxpr, varies)[-len(named) :] if named else []
+    differ = [
+        path_of(path)
+        for (path, x), flag in zip(named, flags, strict=True)
+        if flag and not jnp.issubdtype(x.dtype, jnp.inexact)
+    ]
+    if differ:
+        raise ValueError(
+            f"the leaves {differ} of extra are no floats and depend on the batch or the key, so devices would disagree "
+            "about them and no mean exists. Make them floats, or let them depend on extra and params alone."
+        )
+    return TracedLoss(closed=closed, result=shapes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """Everything that is known of a step before it runs; all of it static."""
+
+    loss: TracedLoss
+    layout: Any  # a pytree of Leaf, like params
+    strategy: Strategy
+    mesh: Mesh
+    precision: Precision
+    accumulate: int
+    choices: Choices
+    deferred: bool  # gradients are not reduced at their use
+
+    @property
+    def sizes(self):
+        return axis_sizes(self.mesh)
+
+    @property
+    def pieces(self) -> int:
+        return size_over(self.mesh, split_axes(self.strategy))
+
+    @property
+    def at_use(self) -> Placement:
+        """Where a gradient goes at its use: with one microbatch straight to where the optimizer state lives."""
+        return self.strategy.opt if self.accumulate == 1 else self.strategy.grads
+
+    def route(self, leaf: Leaf) -> Route:
+        """How a leaf and its gradient travel at the use."""
+        return route(leaf, self.strategy, self.mesh, self.precision, to=self.at_use, deferred=self.deferred)
+
+    def compute_dtype(self, leaf: Leaf) -> Any:
+        """The dtype of a leaf as the loss sees it."""
+        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+        return jnp.dtype(self.precision.compute) if is_float and self.precision.compute else leaf.dtype
+
+    def map(self, fn: Callable[..., Any], *trees: Any) -> Any:
+        """``fn(leaf, *arrays)`` over the parameters; a tree may have None where a leaf does not learn."""
+        leaves, structure = jax.tree.flatten(self.layout)
+        columns = [structure.flatten_up_to(tree) for tree in trees]
+        return jax.tree.unflatten(structure, [fn(*row) for row in zip(leaves, *columns, strict=True)])
+
+    def learning(self, params: Any) -> Any:
+        """The same tree with None in place of leaves that do not learn."""
+        return self.map(lambda leaf, x: x if leaf.trainable else None, params)
+
+
+def held_params(program: Program, params: Any, slots: Any) -> Any:
+    """Parameters as `Held`, ready for the loss. slots: a tree of arrays, or None to take no gradient."""
+    slots = program.map(lambda leaf: None) if slots is None else slots
+
+    def hold(leaf: Leaf, x: jax.Array, slot: jax.Array | None) -> Held:
+        dtype = program.compute_dtype(leaf)
+        return Held(
+            leaf=x,
+            slot=slot,
+            dtype=dtype,
+            dim=leaf.dim,
+            pieces=program.pieces,
+            route=program.route(leaf),
+            path=leaf.path,
+        )
+
+    return program.map(hold, params, slots)
+
+
+def gathered_for_step(program: Program, params: Any) -> Any:
+    """For strategies that gather at the step's start: parameters whole, in the compute dtype."""
+    if program.strategy.gather == "use":
+        return params
+    axes = program.strategy.params.axes
+    params = cast_floats(params, program.precision.compute)
+    return program.map(lambda leaf, x: collectives.gather(x, leaf.dim, axes, program.sizes, leaf.path), params)
