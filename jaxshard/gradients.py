@@ -181,7 +181,9 @@ def global_norm(program: Program, grads: Any) -> jax.Array:
         if g is None:
             continue
         own = g if opt else collectives.own_piece(g, leaf.dim, axes, program.sizes)
-        square = jnp.sum(jnp.square(jnp.abs(own).astype(jnp.float32)))
+        flat = jnp.abs(own).astype(jnp.float32).reshape(-1)
+        # A product, not a sum of squares: a sum is fused with the slice before it, and adds in another order for that.
+        square = jnp.vdot(flat, flat, precision="highest")
         if leaf.dim is None:
             whole += square
         else:
