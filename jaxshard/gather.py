@@ -15,10 +15,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jaxshard.collectives import Route, tie, use
-from jaxshard.jaxprs import INLINED, REMAT, body_of, contains_remat, evaluate, scan_parts, stands_for
+from jaxshard.jaxprs import (
+    INLINED,
+    REMAT,
+    body_of,
+    contains_remat,
+    evaluate,
+    scan_parts,
+    stands_for,
+    varying,
+    varying_in_scan,
+)
 from jaxshard.onshard import move, read_by_rows
 
 Policy = Callable[..., Any]
@@ -90,19 +100,23 @@ def body_remat(remat: str | Policy, *, tie: bool) -> Callable[[Callable], Callab
     return lambda body: jax.checkpoint(body, policy=policy, prevent_cse=tie)
 
 
-def gather_at_use(closed: ClosedJaxpr, choices: Choices) -> Callable[..., list[jax.Array]]:
-    """The program of `closed` as a function of its flat inputs, any of which may be `Held`."""
+def gather_at_use(closed: ClosedJaxpr, varies: Sequence[bool], choices: Choices) -> Callable[..., list[jax.Array]]:
+    """The program of `closed` as a function of its flat inputs, any of which may be `Held`.
+
+    varies: which of them may differ between devices.
+    """
 
     def run(*inputs: Any) -> list[jax.Array]:
-        return _whole_all(_interpret(closed.jaxpr, closed.consts, inputs, choices, _Place()))
+        return _whole_all(_interpret(closed.jaxpr, closed.consts, inputs, varies, choices, _Place()))
 
     return run
 
 
 def _interpret(
-    jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any], choices: Choices, place: _Place
+    jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any], varies: Sequence[bool], choices: Choices, place: _Place
 ) -> list[Any]:
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
+    differ = varying(jaxpr, varies)
 
     def read(atom):
         return atom.val if isinstance(atom, Literal) else values[atom]
@@ -110,23 +124,26 @@ def _interpret(
     for eqn in jaxpr.eqns:
         operands = [read(v) for v in eqn.invars]
         if any(isinstance(x, Held) for x in operands):
-            results = _apply(eqn, operands, choices, place)
+            flags = [isinstance(v, Var) and v in differ for v in eqn.invars]
+            results = _apply(eqn, operands, flags, choices, place)
         else:
             results = evaluate(eqn, operands)
         values.update(zip(eqn.outvars, results, strict=True))
     return [read(v) for v in jaxpr.outvars]
 
 
-def _apply(eqn: JaxprEqn, operands: list[Any], choices: Choices, place: _Place) -> list[Any]:
+def _apply(eqn: JaxprEqn, operands: list[Any], varies: list[bool], choices: Choices, place: _Place) -> list[Any]:
     """One equation that reads a held leaf."""
     name = eqn.primitive.name
     if name in INLINED:
-        return _inlined(eqn, operands, choices, place)
+        return _inlined(eqn, operands, varies, choices, place)
     if name in REMAT and not eqn.params["differentiated"]:
-        return _remat(eqn, operands, choices, place)
+        return _remat(eqn, operands, varies, choices, place)
     if name == "scan":
-        return _scan(eqn, operands, choices, place)
-    return _on_shard(eqn, operands) or _gather_and_apply(eqn, operands, choices, place)
+        return _scan(eqn, operands, varies, choices, place)
+    # Devices that slice at different places hold pieces that do not fit together.
+    on_shard = None if any(varies) else _on_shard(eqn, operands)
+    return on_shard or _gather_and_apply(eqn, operands, choices, place)
 
 
 def _gather_and_apply(eqn: JaxprEqn, operands: list[Any], choices: Choices, place: _Place) -> list[Any]:
@@ -189,19 +206,19 @@ def _kind(x: Held) -> tuple[Any, ...]:
     return (x.dtype, x.dim, x.pieces, x.route, x.slot is None, None if x.slot is None else x.slot.dtype)
 
 
-def _inlined(eqn: JaxprEqn, operands: list[Any], choices: Choices, place: _Place) -> list[Any]:
+def _inlined(eqn: JaxprEqn, operands: list[Any], varies: list[bool], choices: Choices, place: _Place) -> list[Any]:
     body, consts = body_of(eqn)
     with jax.named_scope(eqn.params.get("name", eqn.primitive.name)):
-        return _interpret(body, consts, operands, choices, place)
+        return _interpret(body, consts, operands, varies, choices, place)
 
 
-def _remat(eqn: JaxprEqn, operands: list[Any], choices: Choices, place: _Place) -> list[Any]:
+def _remat(eqn: JaxprEqn, operands: list[Any], varies: list[bool], choices: Choices, place: _Place) -> list[Any]:
     """The user's checkpoint, rebuilt around a body that gathers; its policy still decides what else is saved."""
     body, consts = body_of(eqn)
     inside = replace(place, in_remat=True)
 
     def run(*operands):
-        return _whole_all(_interpret(body, consts, operands, choices, inside))
+        return _whole_all(_interpret(body, consts, operands, varies, choices, inside))
 
     # In a scan, a barrier on the gather's operand keeps the compiler's collective pipeliner away, and the loop already
     # keeps the two gathers apart. Elsewhere only the barrier does.
@@ -221,12 +238,13 @@ def _recomputing_gathers(policy: Policy | None) -> Policy:
     return saves
 
 
-def _scan(eqn: JaxprEqn, operands: list[Any], choices: Choices, place: _Place) -> list[Any]:
+def _scan(eqn: JaxprEqn, operands: list[Any], varies: list[bool], choices: Choices, place: _Place) -> list[Any]:
     """A scan over layers: what it slices is gathered inside its body, layer by layer."""
     body, consts = body_of(eqn)
     constants, carries = scan_parts(eqn)
+    varies = varying_in_scan(eqn, varies)
     stays = [
-        isinstance(x, Held) and read_by_rows(body, var)
+        isinstance(x, Held) and read_by_rows(body, var, varies)
         for x, var in zip(operands[:constants], body.invars[:constants], strict=True)
     ]
     layers = operands[constants + carries :]
@@ -243,7 +261,7 @@ def _scan(eqn: JaxprEqn, operands: list[Any], choices: Choices, place: _Place) -
 
     def run(fixed, carry, layer):
         layer = [replace(x, dim=None if x.dim is None else x.dim - 1) if isinstance(x, Held) else x for x in layer]
-        return _whole_all(_interpret(body, consts, [*fixed, *carry, *layer], choices, inside))
+        return _whole_all(_interpret(body, consts, [*fixed, *carry, *layer], varies, choices, inside))
 
     run = run if choices.remat is None else choices.remat(run)
 

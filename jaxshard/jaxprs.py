@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 INLINED = ("jit", "pjit", "closed_call", "core_call")
 REMAT = ("remat2", "remat", "checkpoint")
+PER_DEVICE = ("axis_index", "pure_callback", "io_callback")
 COLLECTIVES = {
     "psum": "all_reduce",
     "psum_invariant": "all_reduce",
@@ -172,19 +173,45 @@ def axes_of(eqn: JaxprEqn) -> tuple[str, ...]:
     return tuple(axis for axis in axes if isinstance(axis, str))
 
 
-def dependent_outputs(jaxpr: Jaxpr, sources: Sequence[bool]) -> list[bool]:
-    """Which results depend on the flagged inputs, or on which device runs the program."""
-    tainted = {v for v, flag in zip(jaxpr.invars, sources, strict=True) if flag}
+def varying(jaxpr: Jaxpr, inputs: Sequence[bool]) -> set[Var]:
+    """The variables of a program that may differ between devices, given which inputs do.
+
+    Whatever is computed from such a variable may differ, and so may what asks for its device, or calls the host.
+    """
+    found = {v for v, flag in zip(jaxpr.invars, inputs, strict=True) if flag}
     for eqn in jaxpr.eqns:
-        varies = eqn.primitive.name == "axis_index" or any(v in tainted for v in eqn.invars if isinstance(v, Var))
-        if not varies:
-            continue
-        flags = [True] * len(eqn.outvars)
-        if eqn.primitive.name in INLINED + REMAT:
-            inner, _ = body_of(eqn)
-            flags = dependent_outputs(inner, [isinstance(v, Var) and v in tainted for v in eqn.invars])
-        tainted.update(v for v, flag in zip(eqn.outvars, flags, strict=True) if flag)
-    return [isinstance(v, Var) and v in tainted for v in jaxpr.outvars]
+        flags = [isinstance(v, Var) and v in found for v in eqn.invars]
+        if any(flags) or _asks_where_it_is(eqn):
+            found.update(v for v, flag in zip(eqn.outvars, _varying_results(eqn, flags), strict=True) if flag)
+    return found
+
+
+def _varying_results(eqn: JaxprEqn, flags: list[bool]) -> list[bool]:
+    if eqn.primitive.name == "scan":
+        flags = varying_in_scan(eqn, flags)
+    elif eqn.primitive.name not in INLINED + REMAT:
+        return [True] * len(eqn.outvars)
+    body, _ = body_of(eqn)
+    inside = varying(body, flags)
+    return [isinstance(v, Var) and v in inside for v in body.outvars]
+
+
+def varying_in_scan(eqn: JaxprEqn, flags: Sequence[bool]) -> list[bool]:
+    """Which inputs of a scan's body may differ between devices: a carry does if any iteration makes it so."""
+    body, _ = body_of(eqn)
+    constants, carries = scan_parts(eqn)
+    flags = list(flags)
+    while True:
+        inside = varying(body, flags)
+        after = [isinstance(v, Var) and v in inside for v in body.outvars[:carries]]
+        merged = [before or now for before, now in zip(flags[constants : constants + carries], after, strict=True)]
+        if merged == flags[constants : constants + carries]:
+            return flags
+        flags[constants : constants + carries] = merged
+
+
+def _asks_where_it_is(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name in PER_DEVICE or any(contains(sub, PER_DEVICE) for sub in subjaxprs(eqn))
 
 
 def _rename_axis(jaxpr: Jaxpr, name: str, axes: tuple[str, ...], index: JaxprEqn) -> Jaxpr:

@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from jaxshard.jaxprs import INLINED, REMAT, body_of, scan_parts, shape_of
+from jaxshard.jaxprs import INLINED, REMAT, body_of, scan_parts, shape_of, varying, varying_in_scan
 
 Params = dict[str, Any]
 Rule = Callable[[JaxprEqn, int, int], tuple[int, Params] | None]
@@ -178,30 +178,33 @@ def _follow(jaxpr: Jaxpr, places: dict[Var, _Places], pieces: int, found: list[s
                 places[var] = dict(moved)
 
 
-def read_by_rows(jaxpr: Jaxpr, var: Var) -> bool:
-    """Whether a program reads an input only by slices, so that it never needs all of it at once."""
+def read_by_rows(jaxpr: Jaxpr, var: Var, inputs: Sequence[bool]) -> bool:
+    """Whether a program reads an input only by slices, so that it never needs all of it at once.
+
+    inputs: which inputs of the program may differ between devices. Slices whose place may differ do not count: pieces
+    of different rows make no row.
+    """
     if var in jaxpr.outvars:
         return False
-    for eqn in jaxpr.eqns:
-        for position, operand in enumerate(eqn.invars):
-            if operand is var and not _reads_rows(jaxpr, eqn, position):
-                return False
-    return True
+    differ = varying(jaxpr, inputs)
 
+    def reads_rows(eqn: JaxprEqn, position: int) -> bool:
+        name = eqn.primitive.name
+        flags = [isinstance(v, Var) and v in differ for v in eqn.invars]
+        if name in ("convert_element_type", "transpose", "neg", "mul", "div"):
+            return _linear_in_first(eqn) and read_by_rows(jaxpr, eqn.outvars[0], inputs)
+        if name in ("slice", "dynamic_slice"):
+            fewer = shape_of(eqn.outvars[0]).size < math.prod(_shape(eqn))
+            return position == 0 and fewer and not any(flags)
+        if name in INLINED + REMAT:
+            inner, _ = body_of(eqn)
+            return read_by_rows(inner, inner.invars[position], flags)
+        if name == "scan":
+            inner, _ = body_of(eqn)
+            constants, carries = scan_parts(eqn)
+            if position < constants:
+                return read_by_rows(inner, inner.invars[position], varying_in_scan(eqn, flags))
+            return position >= constants + carries
+        return False
 
-def _reads_rows(jaxpr: Jaxpr, eqn: JaxprEqn, position: int) -> bool:
-    name = eqn.primitive.name
-    if name in ("convert_element_type", "transpose", "neg", "mul", "div"):
-        return position == 0 and _linear_in_first(eqn) and read_by_rows(jaxpr, eqn.outvars[0])
-    if name in ("slice", "dynamic_slice"):
-        return position == 0 and shape_of(eqn.outvars[0]).size < math.prod(_shape(eqn))
-    if name in INLINED + REMAT:
-        inner, _ = body_of(eqn)
-        return read_by_rows(inner, inner.invars[position])
-    if name == "scan":
-        inner, _ = body_of(eqn)
-        constants, carries = scan_parts(eqn)
-        if position < constants:
-            return read_by_rows(inner, inner.invars[position])
-        return position >= constants + carries
-    return False
+    return all(reads_rows(eqn, position) for eqn in jaxpr.eqns for position, v in enumerate(eqn.invars) if v is var)

@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Var
 from jax.sharding import Mesh
 
 from jaxshard import collectives
 from jaxshard.collectives import Route
 from jaxshard.gather import Choices, Held, gather_at_use
-from jaxshard.jaxprs import dependent_outputs, trace
+from jaxshard.jaxprs import trace, varying
 from jaxshard.loss import Loss, LossFunction
 from jaxshard.mesh import axis_sizes, size_over
 from jaxshard.precision import Precision, cast_floats
@@ -27,13 +27,16 @@ class TracedLoss:
     """A loss function as a jaxpr over whole parameters, for one device's part of a batch."""
 
     closed: ClosedJaxpr
+    varies: tuple[bool, ...]  # which of its flat inputs differ between devices: the batch and the key
     result: Any  # (Loss, new_extra) as ShapeDtypeStructs
 
     def __call__(self, choices: Choices, params: Any, batch: Any, key: Any, extra: Any) -> tuple[Loss, Any]:
         """Evaluates it; the leaves of params may be `Held`."""
         held = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Held))
         flat = [*held, *jax.tree.leaves((batch, key, extra))]
-        return jax.tree.unflatten(jax.tree.structure(self.result), gather_at_use(self.closed, choices)(*flat))
+        return jax.tree.unflatten(
+            jax.tree.structure(self.result), gather_at_use(self.closed, self.varies, choices)(*flat)
+        )
 
 
 def trace_loss(
@@ -45,10 +48,12 @@ def trace_loss(
     averaged, others have no mean.
     """
     closed, shapes = trace(loss, mesh, axis_name, params, batch, key, extra)
-    count = [len(jax.tree.leaves(x)) for x in (params, batch, key, extra)]
-    varies = [False] * count[0] + [True] * (count[1] + count[2]) + [False] * count[3]
+    sizes = [len(jax.tree.leaves(x)) for x in (params, batch, key, extra)]
+    varies = tuple(flag for flag, size in zip((False, True, True, False), sizes, strict=True) for _ in range(size))
     named = jax.tree_util.tree_leaves_with_path(shapes[1])
-    flags = dependent_outputs(closed.jaxpr, varies)[-len(named) :] if named else []
+    found = varying(closed.jaxpr, varies)
+    results = closed.jaxpr.outvars[len(closed.jaxpr.outvars) - len(named) :]
+    flags = [isinstance(v, Var) and v in found for v in results]
     differ = [
         path_of(path)
         for (path, x), flag in zip(named, flags, strict=True)
@@ -59,7 +64,7 @@ def trace_loss(
             f"the leaves {differ} of extra are no floats and depend on the batch or the key, so devices would disagree "
             "about them and no mean exists. Make them floats, or let them depend on extra and params alone."
         )
-    return TracedLoss(closed=closed, result=shapes)
+    return TracedLoss(closed=closed, varies=varies, result=shapes)
 
 
 @dataclass(frozen=True, kw_only=True)
