@@ -43,8 +43,10 @@ def _linear_in_first(eqn: JaxprEqn) -> bool:
             factors = eqn.invars if eqn.primitive.name == "mul" else eqn.invars[1:]
             return any(isinstance(factor, Literal) and not jnp.shape(factor.val) for factor in factors)
         case "convert_element_type":
-            floats = (shape_of(eqn.invars[0]).dtype, first.dtype)
-            return all(jnp.issubdtype(dtype, jnp.floating) for dtype in floats)
+            old, new = shape_of(eqn.invars[0]).dtype, first.dtype
+            floats = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (old, new))
+            # A wider dtype would only send more: gather first, then cast.
+            return floats and new.itemsize <= old.itemsize
         case "broadcast_in_dim":
             return len(eqn.invars) == 1 and math.prod(first.shape) == math.prod(shape)
         case "reshape":

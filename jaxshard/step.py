@@ -156,14 +156,15 @@ class Training:
 
     def built(self, batch: Any = None) -> Built:
         """The compiled step for a batch of these shapes. Raises RuntimeError if state is not updated in place."""
-        shapes = self._batch_shapes(batch)
-        cached = tuple(jax.tree.leaves(shapes_of(shapes))), jax.tree.structure(shapes)
-        if cached not in self._built:
+        leaves, structure = jax.tree.flatten(self.setup.batch if batch is None else batch)
+        seen = structure, tuple((jnp.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
+        if seen not in self._built:
             own = self.setup.compiler_options
-            built = build(self.lower(shapes), options_for(self.strategy, platform_of(self.mesh), own), required=own)
+            options = options_for(self.strategy, platform_of(self.mesh), own)
+            built = build(self.lower(batch), options, required=own)
             _check_donation(built, self.state_shapes)
-            self._built[cached] = built
-        return self._built[cached]
+            self._built[seen] = built
+        return self._built[seen]
 
     def explain(self) -> Explanation:
         """A table of leaves (where each lives, why, and what it costs) and every collective of one step."""
