@@ -183,7 +183,13 @@ class Training:
         return counted
 
     def _jitted(self):
-        return jax.jit(lambda state, batch: self.step_fn(state, batch), donate_argnums=0, out_shardings=self._results())
+        # A leaf that the optimizer writes without reading (Adafactor's placeholders) is updated in place as well.
+        return jax.jit(
+            lambda state, batch: self.step_fn(state, batch),
+            donate_argnums=0,
+            keep_unused=True,
+            out_shardings=self._results(),
+        )
 
     def _results(self):
         return self.setup.where.shardings, NamedSharding(self.mesh, P())

@@ -1,0 +1,83 @@
+"""Within the library a file imports only from files above it in one list, so that it can be read from the top down."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import jaxshard
+
+ROOT = Path(jaxshard.__file__).parent
+ORDER = [
+    "strategy",
+    "mesh",
+    "loss",
+    "precision",
+    "jaxprs",
+    "onshard",
+    "collectives",
+    "gather",
+    "specs",
+    "program",
+    "gradients",
+    "state",
+    "update",
+    "setup",
+    "evaluate",
+    "contract",
+    "compiler",
+    "explain",
+    "dp",
+    "step",
+]
+PROGRAM = {"train", "cli", "__main__"}  # the training program, which knows the library
+
+
+def imported(path: Path) -> set[str]:
+    """The modules of this package that a file imports, anywhere in it: ``gather``, ``train``, ..., or ``""`` for itself."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            names = [node.module or ""]
+            if node.module == "jaxshard":
+                names = [
+                    f"jaxshard.{alias.name}" if (ROOT / f"{alias.name}.py").exists() or (ROOT / alias.name).is_dir()
+                    else "jaxshard"
+                    for alias in node.names
+                ]
+        else:
+            continue
+        found |= {(name.split(".") + [""])[1] for name in names if name.split(".")[0] == "jaxshard"}
+    return found
+
+
+def test_the_list_is_complete():
+    files = {path.stem for path in ROOT.glob("*.py")} - {"__init__"} - PROGRAM
+    assert files == set(ORDER)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", ORDER)
+def test_a_file_imports_only_from_above(name):
+    assert imported(ROOT / f"{name}.py") <= set(ORDER[: ORDER.index(name)])
+
+
+def test_the_library_is_imported_at_all():
+    """The search finds imports: the last file uses much of what is above it."""
+    assert len(imported(ROOT / "step.py")) > 5
+    assert imported(ROOT / "__init__.py") <= set(ORDER)
+
+
+def test_models_import_nothing_of_the_library():
+    for path in (ROOT / "models").rglob("*.py"):
+        assert imported(path) <= {"models"}, path
+
+
+def test_the_training_program_stands_on_the_library():
+    for path in (ROOT / "train").rglob("*.py"):
+        assert imported(path) <= {"", "train", "models", *ORDER}, path
