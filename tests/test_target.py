@@ -18,6 +18,7 @@ import optax
 import pytest
 from jax import lax
 from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh
 
 import jaxshard as js
@@ -52,6 +53,17 @@ platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description
 """
 VOCAB, WIDTH, LAYERS, HEADS, TOKENS, BATCH, GPUS = 32000, 1024, 12, 16, 1024, 32, 8
 PARAMS = VOCAB * WIDTH + LAYERS * 12 * WIDTH**2  # and norms, which are small
+
+
+@pytest.fixture(autouse=True)
+def _compiled_anew():
+    """What is compiled for devices that are not there cannot be read back from the cache of compiled programs."""
+    folder = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", folder)
+    compilation_cache.reset_cache()
 
 
 def init(key, scanned: bool):
@@ -122,6 +134,8 @@ def compiled_bytes(text: str) -> dict[tuple[str, str], int]:
             entry = computation if opened[1] else entry
         if loop := re.search(r'body=%?([\w.-]+).*"known_trip_count":\{"n":"(\d+)"', line):
             loops[computation].append((loop[1], int(loop[2])))
+        if wrapped := re.search(r"async-start\(.*calls=%?([\w.-]+)", line):
+            loops[computation].append((wrapped[1], 1))
         if found := re.search(r"= (.*?) (all-gather|all-reduce|reduce-scatter)(?:-start)?\(([^)]*)\)", line):
             arrays = re.findall(r"(\w+)\[([\d,]*)\]", found[1])
             sizes = [
