@@ -97,9 +97,9 @@ class Explanation:
 
 def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     """Rows in columns as wide as their widest cell."""
-    lines = ([header] if header else []) + rows
-    if not lines:
+    if not rows:
         return "  (none)"
+    lines = ([header] if header else []) + rows
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join("  " + "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 

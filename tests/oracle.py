@@ -20,7 +20,10 @@ LAYERS, WIDTH, HIDDEN, VOCAB, LENGTH = 3, 16, 28, 32, 4
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A residual network over tokens. form: blocks stacked for a `lax.scan`, or a list. tied: the head is the embedding."""
+    """A residual network over tokens.
+
+    form: blocks stacked for a `lax.scan`, or a list. tied: the head is the embedding.
+    """
 
     form: Literal["scan", "list"]
     tied: bool = False

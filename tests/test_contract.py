@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,10 @@ ENDS = {"embed": (VOCAB * WIDTH, 1), "head": (WIDTH * VOCAB, 2)}
 
 
 def ladder(strategy, mesh, form, accumulate, *, gather=("float32", 4), wire=("float32", 4), bias_uses=1):
-    """(kind, leaf, axes, dtype, bytes, loops) -> how often. gather, wire: (dtype, its bytes) of weights and gradients."""
+    """(kind, leaf, axes, dtype, bytes, loops) -> how often.
+
+    gather, wire: (dtype, its bytes) of weights and of gradients.
+    """
     replica, shard = mesh
     everywhere = ("shard",) if replica == 1 else ("replica", "shard")
     looped = ("microbatches",) if accumulate > 1 else ()
@@ -84,7 +88,7 @@ def _leaves(form):
             yield from ((f"blocks.{i}.{name}", leaf, 1, ()) for i in range(LAYERS))
 
 
-def training_for(strategy, mesh, model, accumulate=1, *, optimizer=None, **choices):
+def training_for(strategy, mesh, model, accumulate=1, *, optimizer=None, **choices) -> Any:
     return js.parallelize(
         model.loss,
         optimizer or optax.sgd(0.1),
@@ -109,9 +113,7 @@ def counted(training):
 @pytest.mark.parametrize("mesh", [(1, 8), (2, 4)], ids=str)
 @pytest.mark.parametrize("strategy", FIVE)
 def test_exactly_the_ladder(strategy, mesh, model, accumulate):
-    assert counted(training_for(strategy, mesh, model, accumulate)) == ladder(
-        strategy, mesh, model.form, accumulate
-    )
+    assert counted(training_for(strategy, mesh, model, accumulate)) == ladder(strategy, mesh, model.form, accumulate)
 
 
 @pytest.mark.smoke
@@ -224,11 +226,11 @@ def test_an_extra_reduction_breaks_the_contract(strategy, accumulate, monkeypatc
 @pytest.mark.smoke
 @pytest.mark.parametrize("wrong", [in_float32, all_reduced_first])
 def test_another_dtype_or_kind_breaks_the_contract(wrong, monkeypatch):
-    choices = {"precision": js.Precision(reduce="bfloat16")}
-    assert training_for("zero3", (1, 8), SCAN, **choices).contract()
+    half = js.Precision(reduce="bfloat16")
+    assert training_for("zero3", (1, 8), SCAN, precision=half).contract()
     monkeypatch.setattr(collectives, "reduce", wrong)
     with pytest.raises(js.ContractError, match="not in the contract"):
-        training_for("zero3", (1, 8), SCAN, **choices).contract()
+        training_for("zero3", (1, 8), SCAN, precision=half).contract()
 
 
 def test_one_too_many_breaks_the_contract():

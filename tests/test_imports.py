@@ -36,7 +36,7 @@ PROGRAM = {"train", "cli", "__main__"}  # the training program, which knows the 
 
 
 def imported(path: Path) -> set[str]:
-    """The modules of this package that a file imports, anywhere in it: ``gather``, ``train``, ..., or ``""`` for itself."""
+    """The modules of this package that a file imports, anywhere in it; ``""`` is the package itself."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -46,13 +46,14 @@ def imported(path: Path) -> set[str]:
             names = [node.module or ""]
             if node.module == "jaxshard":
                 names = [
-                    f"jaxshard.{alias.name}" if (ROOT / f"{alias.name}.py").exists() or (ROOT / alias.name).is_dir()
+                    f"jaxshard.{alias.name}"
+                    if (ROOT / f"{alias.name}.py").exists() or (ROOT / alias.name).is_dir()
                     else "jaxshard"
                     for alias in node.names
                 ]
         else:
             continue
-        found |= {(name.split(".") + [""])[1] for name in names if name.split(".")[0] == "jaxshard"}
+        found |= {".".join(name.split(".")[1:2]) for name in names if name.split(".")[0] == "jaxshard"}
     return found
 
 

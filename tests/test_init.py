@@ -165,7 +165,11 @@ def test_frozen_leaves_do_not_move_and_have_no_moments(strategy, trainable):
 
 def test_what_cannot_be_differentiated_does_not_learn():
     def loss(params, batch):
-        return jnp.mean(jnp.square(batch["tokens"][:, :1].astype(jnp.float32) * params["w"] - params["shift"][0].astype(jnp.float32)))
+        return jnp.mean(
+            jnp.square(
+                batch["tokens"][:, :1].astype(jnp.float32) * params["w"] - params["shift"][0].astype(jnp.float32)
+            )
+        )
 
     params = {"w": np.ones((1, 8), np.float32), "shift": np.arange(8, dtype=np.int32)}
     training = js.parallelize(loss, ADAM, params=params, batch=batches(1, 8)[0], mesh=mesh_of(1, 8))

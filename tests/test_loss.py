@@ -122,7 +122,8 @@ def with_extra(params, batch, *, extra):
     value = jnp.mean(jnp.square(batch["x"] @ params["w"]))
     items = jnp.sum(batch["mask"])
     new = {
-        "mean": 0.5 * extra["mean"] + 0.5 * jnp.sum(batch["x"] * batch["mask"][:, None], axis=0) / jnp.maximum(items, 1),
+        "mean": 0.5 * extra["mean"]
+        + 0.5 * jnp.sum(batch["x"] * batch["mask"][:, None], axis=0) / jnp.maximum(items, 1),
         "calls": extra["calls"] + 1,
     }
     return js.Loss(value * items, items), new
@@ -186,9 +187,7 @@ def test_a_named_batch_axis_as_under_vmap(strategy, mesh):
         {"x": random.normal(size=(24, 8)).astype(np.float32), "y": random.normal(size=(24, 8)).astype(np.float32)}
         for _ in range(5)
     ]
-    training = training_for(
-        normed, params=norm_params, batch=data[0], mesh=mesh, strategy=strategy, axis_name="batch"
-    )
+    training = training_for(normed, params=norm_params, batch=data[0], mesh=mesh, strategy=strategy, axis_name="batch")
     state = training.init(norm_params, jax.random.key(0))
     start, metrics = training.whole(state), []
     for batch in data:

@@ -5,6 +5,8 @@ Oracle: parameters + Adam's two moments at N = 8 are 3, 1 + 2/8 and 3/8 of the p
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +26,11 @@ def init(key):
     """A stack and its biases; 8 divides the last dim of every leaf."""
     up, down = jax.random.split(key)
     shape = (LAYERS, WIDTH, WIDTH)
-    return {"up": jax.random.normal(up, shape), "down": jax.random.normal(down, shape), "bias": jnp.zeros((LAYERS, WIDTH))}
+    return {
+        "up": jax.random.normal(up, shape),
+        "down": jax.random.normal(down, shape),
+        "bias": jnp.zeros((LAYERS, WIDTH)),
+    }
 
 
 def loss(params, batch):
@@ -35,10 +41,8 @@ def loss(params, batch):
     return jnp.mean(jnp.square(x))
 
 
-def training_for(strategy, optimizer=ADAM, mesh=(1, 8), **choices):
-    return js.parallelize(
-        loss, optimizer, params=init, batch=BATCH, mesh=mesh_of(*mesh), strategy=strategy, **choices
-    )
+def training_for(strategy, optimizer=ADAM, mesh=(1, 8), **choices) -> Any:
+    return js.parallelize(loss, optimizer, params=init, batch=BATCH, mesh=mesh_of(*mesh), strategy=strategy, **choices)
 
 
 PARAMS = LAYERS * (2 * WIDTH * WIDTH + WIDTH) * 4
@@ -89,7 +93,7 @@ def test_live_arrays_are_the_formula(strategy):
         state, _ = training.step(state, BATCH)
 
 
-def birth(strategy: str):
+def birth(strategy: str) -> Any:
     """The compiled program that makes a state."""
     made = training_for(strategy, whole_budget=0).setup
 

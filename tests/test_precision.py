@@ -32,7 +32,9 @@ def dtypes(contract, purpose):
 @pytest.mark.parametrize("reduce", ["bfloat16", "float16", "float32"])
 def test_the_reduction_dtype_is_honoured(reduce, strategy, accumulate):
     precision = js.Precision(compute="bfloat16", reduce=reduce)
-    contract = training_for(strategy, LIST.loss, params=LIST.init, accumulate=accumulate, precision=precision).contract()
+    contract = training_for(
+        strategy, LIST.loss, params=LIST.init, accumulate=accumulate, precision=precision
+    ).contract()
     assert dtypes(contract, "reduce") == {reduce}
     assert dtypes(contract, "total") == {"float32"}
     gathered = {"ddp": set(), "zero1": {"float32"}, "zero2": {"float32"}}  # after the update, as they are stored
@@ -184,8 +186,8 @@ def test_float16_trains_as_float32_does(accumulate):
         for batch in batches(3, 480):
             state, metrics = training.step(state, batch)
             norms[compute].append((metrics["grad_norm"], metrics["loss"]))
-        if compute == "float16":
-            assert (metrics["skipped"], metrics["loss_scale"]) == (0, 2.0**16)
+            if compute == "float16":
+                assert (metrics["skipped"], metrics["loss_scale"]) == (0, 2.0**16)
     np.testing.assert_allclose(np.array(norms["float16"]), np.array(norms["float32"]), rtol=2e-3)
 
 
@@ -196,7 +198,11 @@ def test_the_scalar_of_the_scale_is_in_the_contract():
         return js.Loss(jnp.sum(losses * keep), jnp.sum(keep))
 
     with_scale, without = (
-        sum(one.count for one in training_for("zero3", loss, accumulate=3, precision=p).contract() if one.leaf == "items")
+        sum(
+            one.count
+            for one in training_for("zero3", loss, accumulate=3, precision=p).contract()
+            if one.leaf == "items"
+        )
         for p in (fp16(), js.Precision())
     )
     assert with_scale == without + 3

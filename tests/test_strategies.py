@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,11 +24,7 @@ ADAMW_CLIPPED = optax.chain(optax.clip_by_global_norm(CLIP), ADAMW)
 SIX = ("dp", "ddp", "zero1", "zero2", "shard_grad_op", "zero3")
 FORMS_BY_ACCUMULATE = [(FORMS[0], 3), (FORMS[1], 1)]
 ON_BOTH = [(strategy, (1, 8)) for strategy in SIX] + [(strategy, (2, 4)) for strategy in (*SIX[1:], "hsdp")]
-ON_OTHERS = [
-    (strategy, mesh)
-    for mesh in ((1, 1), (8, 1), (4, 2), (1, 7))
-    for strategy in ("zero3", "zero1", "ddp")
-]
+ON_OTHERS = [(strategy, mesh) for mesh in ((1, 1), (8, 1), (4, 2), (1, 7)) for strategy in ("zero3", "zero1", "ddp")]
 OWN = {
     "fsdp, reduced once": replace(js.ZERO3, reduce="step"),
     "fsdp, kept until the backward pass": replace(js.ZERO3, regather=False),
@@ -37,8 +34,10 @@ OWN = {
     "zero1 over both axes": replace(js.ZERO1, opt=Placement(axes=("shard", "replica"))),
     "zero1 over replicas": replace(js.ZERO1, opt=Placement(axes=("replica",))),
     "gathered at the step's start, again at none": Strategy(
-        params=js.ZERO3.params, grads=Placement(axes=("shard", "replica")),
-        opt=Placement(axes=("shard", "replica")), gather="step",
+        params=js.ZERO3.params,
+        grads=Placement(axes=("shard", "replica")),
+        opt=Placement(axes=("shard", "replica")),
+        gather="step",
     ),
 }
 
@@ -48,7 +47,7 @@ def size_for(mesh: tuple[int, int]) -> int:
     return 6 * mesh[0] * mesh[1]
 
 
-def trained(model: Model, strategy: str | Strategy, mesh: tuple[int, int], optimizer=SGD, **choices):
+def trained(model: Model, strategy: str | Strategy, mesh: tuple[int, int], optimizer: Any = SGD, **choices):
     data = batches(STEPS, size_for(mesh))
     training = js.parallelize(
         model.loss, optimizer, params=model.init, batch=data[0], mesh=mesh_of(*mesh), strategy=strategy, **choices
