@@ -134,7 +134,7 @@ def compiled_bytes(text: str) -> dict[tuple[str, str], int]:
             entry = computation if opened[1] else entry
         if loop := re.search(r'body=%?([\w.-]+).*"known_trip_count":\{"n":"(\d+)"', line):
             loops[computation].append((loop[1], int(loop[2])))
-        if wrapped := re.search(r"async-start\(.*calls=%?([\w.-]+)", line):
+        if wrapped := re.search(r"calls=%?([\w.-]+)", line):
             loops[computation].append((wrapped[1], 1))
         if found := re.search(r"= (.*?) (all-gather|all-reduce|reduce-scatter)(?:-start)?\(([^)]*)\)", line):
             arrays = re.findall(r"(\w+)\[([\d,]*)\]", found[1])
