@@ -14,9 +14,12 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 SCOPE = "jaxshard"
 """The first part of every scope name: ``jaxshard.WHAT:LEAF``."""
+WHOLE = f"{SCOPE}.whole"
+"""The name, for remat policies, of a leaf that was made whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,28 +95,37 @@ def reduce(gradient: jax.Array, dim: int | None, route: Route, path: str) -> jax
     return gradient
 
 
-def use(leaf: jax.Array, slot: jax.Array | None, dim: int | None, route: Route, path: str) -> jax.Array:
+def use(
+    leaf: jax.Array, slot: jax.Array | None, dim: int | None, route: Route, path: str, order: Sequence[int]
+) -> jax.Array:
     """A leaf made whole for the operation that reads it; the adjoint reduces its gradient into the slot.
 
     leaf: split along `dim` over ``route.gather``. slot: zeros of the shape and dtype in which the gradient is wanted
-    (split over ``route.scatter``), or None for a leaf that does not learn.
+    (split over ``route.scatter``), or None for a leaf that does not learn. order: the dims in the order in which the
+    operation's adjoint computes them. The gradient is reduced in that order, and its piece is transposed: a transpose
+    before the reduction would be merged into a matrix product, which XLA's fast CPU kernels then do not take.
     """
     if slot is None:
         return lax.stop_gradient(gather(leaf, dim, route.gather, route.sizes, path))
+    back = tuple(order.index(d) for d in range(leaf.ndim))
+    slot_dtype = slot.dtype
 
     @jax.custom_vjp
     def whole(leaf, slot):
-        return gather(leaf, dim, route.gather, route.sizes, path)
+        # The name lets a remat policy recognise it.
+        return checkpoint_name(gather(leaf, dim, route.gather, route.sizes, path), WHOLE)
 
     def forward(leaf, slot):
         return whole(leaf, slot), None
 
     def backward(_, gradient):
         if not route.deferred:
-            gradient = reduce(gradient, dim, route, path)
+            # The first transpose cancels the one that the operation's adjoint ends with.
+            in_order = lax.transpose(gradient, tuple(order))
+            piece = reduce(in_order, None if dim is None else order.index(dim), route, path)
+            gradient = lax.transpose(piece, back)
         return None, gradient.astype(slot_dtype)
 
-    slot_dtype = slot.dtype
     whole.defvjp(forward, backward)
     with scope("use", path):
         return whole(leaf, slot)

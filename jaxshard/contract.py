@@ -147,23 +147,14 @@ def expected_collectives(made: Setup) -> tuple[Collective, ...]:
     inner = ("microbatches",) if program.accumulate > 1 else ()
     for site in walk(forward_jaxpr(program, made.params, made.batch, made.extra)):
         purpose, name = _name(site, "", "")
-        if purpose not in ("use", "gather") or (strategy.gather == "step" and purpose == "gather"):
+        if not name or not site.eqn.outvars:
             continue
         leaf, out = by_name[name.split("+")[0]], shape_of(site.eqn.outvars[0])
         count, loops = site.times * program.accumulate, (*inner, *_loops(site))
-        if purpose == "gather" and COLLECTIVES.get(site.eqn.primitive.name):
-            again = max(site.remats, int(program.choices.regather))
-            may(
-                "all_gather",
-                "gather",
-                name,
-                strategy.params.axes,
-                out.dtype,
-                out.size,
-                count * (1 + again),
-                loops,
-            )
-        elif purpose == "use" and not program.deferred:
+        if site.eqn.primitive.name in COLLECTIVES and purpose == "gather" and strategy.gather == "use":
+            count *= 1 + max(site.remats, int(program.choices.regather))
+            may("all_gather", "gather", name, strategy.params.axes, out.dtype, out.size, count, loops)
+        elif site.eqn.primitive.name == "custom_vjp_call" and purpose == "use" and not program.deferred:
             may_reduce(name, program.route(leaf), leaf.dim, out.size, out.dtype, count, loops)
     for name, leaf in by_name.items():
         size = math.prod(leaf.shape)

@@ -17,13 +17,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from jaxshard.collectives import Route, tie, use
+from jaxshard.collectives import WHOLE, Route, tie, use
 from jaxshard.jaxprs import (
     INLINED,
     REMAT,
     body_of,
     contains_remat,
     evaluate,
+    product_order,
     scan_parts,
     stands_for,
     varying,
@@ -32,7 +33,7 @@ from jaxshard.jaxprs import (
 from jaxshard.onshard import move, read_by_rows
 
 Policy = Callable[..., Any]
-GATHERS_AND_TIES = ("all_gather", "all_gather_invariant", "optimization_barrier")
+NEVER_SAVED = (WHOLE, "all_gather", "all_gather_invariant", "optimization_barrier")
 
 
 @jax.tree_util.register_dataclass
@@ -150,17 +151,26 @@ def _gather_and_apply(eqn: JaxprEqn, operands: list[Any], choices: Choices, plac
     """The rule that is always right: make whole, apply, and forget the whole leaf until the backward pass."""
 
     def apply(*operands):
-        return evaluate(eqn, _whole_all(_tied(operands) if choices.tie else operands))
+        operands = _tied(operands) if choices.tie else operands
+        return evaluate(eqn, [_whole(x, product_order(eqn, i)) for i, x in enumerate(operands)])
 
-    regathers = choices.regather and any(isinstance(x, Held) and x.is_split for x in operands)
+    # In a scan, what is saved is stacked, so there even a leaf that was whole is taken from its stack again.
+    forgets = choices.regather and any(isinstance(x, Held) and x.is_split for x in operands)
+    forgets = (forgets or place.in_scan) and not place.in_remat
     # A checkpoint outside would override the policies of those inside, and may not wrap effects.
-    if regathers and not place.in_remat and not eqn.effects and not contains_remat(eqn):
+    if forgets and not eqn.effects and not contains_remat(eqn):
         apply = jax.checkpoint(apply, policy=_recomputing_gathers(None), prevent_cse=not place.in_scan)
     return apply(*operands)
 
 
+def _whole(x: Any, order: Sequence[int] | None = None) -> Any:
+    if not isinstance(x, Held):
+        return x
+    return use(x.cast, x.slot, x.dim, x.route, x.path, range(x.leaf.ndim) if order is None else order)
+
+
 def _whole_all(values: Sequence[Any]) -> list[Any]:
-    return [use(x.cast, x.slot, x.dim, x.route, x.path) if isinstance(x, Held) else x for x in values]
+    return [_whole(x) for x in values]
 
 
 def _on_shard(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
@@ -231,7 +241,7 @@ def _recomputing_gathers(policy: Policy | None) -> Policy:
     """A remat policy that gathers again (and ties again), and leaves the rest to `policy` (None: save everything)."""
 
     def saves(primitive, *avals, **params):
-        if stands_for(primitive.name, params, GATHERS_AND_TIES):
+        if stands_for(primitive.name, params, NEVER_SAVED):
             return False
         return True if policy is None else policy(primitive, *avals, **params)
 
@@ -251,7 +261,7 @@ def _scan(eqn: JaxprEqn, operands: list[Any], varies: list[bool], choices: Choic
     stays += [False] * carries + [isinstance(x, Held) and x.dim != 0 for x in layers]
     if not any(stays):
         return _gather_and_apply(eqn, operands, choices, place)
-    operands = [x if stay else _whole_all([x])[0] for x, stay in zip(operands, stays, strict=True)]
+    operands = [x if stay else _whole(x) for x, stay in zip(operands, stays, strict=True)]
     fixed, carry, layers = (
         operands[:constants],
         operands[constants : constants + carries],

@@ -129,10 +129,23 @@ def contains_remat(eqn: JaxprEqn) -> bool:
 
 
 def stands_for(name: str, params: Mapping[str, Any], names: Sequence[str]) -> bool:
-    """Whether a primitive with these parameters is one of `names`, or a custom_vjp call around one of them."""
+    """Whether a primitive with these parameters is, or bears, one of `names`, or is a custom_vjp call around one."""
     if name == "custom_vjp_call":
-        return any(eqn.primitive.name in names for eqn in params["call_jaxpr"].eqns)
-    return name in names
+        return any(stands_for(eqn.primitive.name, eqn.params, names) for eqn in params["call_jaxpr"].eqns)
+    return name in names or (name == "name" and params["name"] in names)
+
+
+def product_order(eqn: JaxprEqn, position: int) -> tuple[int, ...]:
+    """The order in which the adjoint of an equation computes the dims of an operand's gradient.
+
+    For a matrix product batch dims come first, then those the operand keeps, then those it is contracted over.
+    """
+    dims = range(shape_of(eqn.invars[position]).ndim)
+    if eqn.primitive.name != "dot_general":
+        return tuple(dims)
+    contracted, batch = (eqn.params["dimension_numbers"][kind][position] for kind in (0, 1))
+    kept = [d for d in dims if d not in contracted and d not in batch]
+    return (*batch, *kept, *sorted(contracted))
 
 
 @dataclass(frozen=True, kw_only=True)
