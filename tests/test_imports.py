@@ -62,7 +62,6 @@ def test_the_list_is_complete():
     assert files == set(ORDER)
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("name", ORDER)
 def test_a_file_imports_only_from_above(name):
     assert imported(ROOT / f"{name}.py") <= set(ORDER[: ORDER.index(name)])
