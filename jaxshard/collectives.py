@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -96,35 +97,48 @@ def reduce(gradient: jax.Array, dim: int | None, route: Route, path: str) -> jax
 
 
 def use(
-    leaf: jax.Array, slot: jax.Array | None, dim: int | None, route: Route, path: str, order: Sequence[int]
+    leaf: jax.Array,
+    slot: jax.Array | None,
+    dim: int | None,
+    route: Route,
+    path: str,
+    *,
+    turn: Sequence[int],
+    dtype: Any,
+    order: Sequence[int],
 ) -> jax.Array:
     """A leaf made whole for the operation that reads it; the adjoint reduces its gradient into the slot.
 
     leaf: split along `dim` over ``route.gather``. slot: zeros of the shape and dtype in which the gradient is wanted
-    (split over ``route.scatter``), or None for a leaf that does not learn. order: the dims in the order in which the
-    operation's adjoint computes them. The gradient is reduced in that order, and its piece is transposed: a transpose
-    before the reduction would be merged into a matrix product, which XLA's fast CPU kernels then do not take.
+    (split over ``route.scatter``), or None for a leaf that does not learn. turn, dtype: the whole leaf is transposed
+    and cast so. order: the dims of the result in the order in which the operation's adjoint computes them. The
+    gradient is reduced in that order, and its piece is transposed: a transpose before the reduction would be merged
+    into a matrix product, which XLA's fast CPU kernels then do not take.
     """
+
+    def whole_leaf(leaf):
+        return lax.transpose(gather(leaf, dim, route.gather, route.sizes, path), tuple(turn)).astype(dtype)
+
     if slot is None:
-        return lax.stop_gradient(gather(leaf, dim, route.gather, route.sizes, path))
-    back = tuple(order.index(d) for d in range(leaf.ndim))
+        return lax.stop_gradient(whole_leaf(leaf))
+    sent = [turn[d] for d in order]  # the leaf's dims in the order in which they are reduced
     slot_dtype = slot.dtype
 
     @jax.custom_vjp
     def whole(leaf, slot):
         # The name lets a remat policy recognise it.
-        return checkpoint_name(gather(leaf, dim, route.gather, route.sizes, path), WHOLE)
+        return checkpoint_name(whole_leaf(leaf), WHOLE)
 
     def forward(leaf, slot):
         return whole(leaf, slot), None
 
     def backward(_, gradient):
+        # The first transpose cancels the one that the operation's adjoint ends with.
+        gradient = lax.transpose(gradient, tuple(order))
         if not route.deferred:
-            # The first transpose cancels the one that the operation's adjoint ends with.
-            in_order = lax.transpose(gradient, tuple(order))
-            piece = reduce(in_order, None if dim is None else order.index(dim), route, path)
-            gradient = lax.transpose(piece, back)
-        return None, gradient.astype(slot_dtype)
+            gradient = reduce(gradient, None if dim is None else sent.index(dim), route, path)
+        back = [sent.index(d) for d in range(gradient.ndim)]
+        return None, lax.transpose(gradient, back).astype(slot_dtype)
 
     whole.defvjp(forward, backward)
     with scope("use", path):

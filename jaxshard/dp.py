@@ -23,6 +23,7 @@ from jaxshard.evaluate import Evaluation, whole
 from jaxshard.explain import Explanation, explain
 from jaxshard.gradients import Gradients, item_share, local_sums
 from jaxshard.loss import Loss
+from jaxshard.mesh import settled
 from jaxshard.setup import Setup
 from jaxshard.specs import Leaf
 from jaxshard.state import TrainState
@@ -56,7 +57,7 @@ class DataParallel:
         scale = None if state.scale is None else state.scale.scale
         key = jax.random.fold_in(state.key, state.step)
         copies = self._broadcast((state.params, state.extra, key, scale))
-        stacked, sums, extra = self._gradients(*copies, self.setup.place(batch))
+        stacked, sums, extra = settled(self.mesh, self._gradients(*copies, self.setup.place(batch)))
         first = SingleDeviceSharding(self.mesh.devices.flat[0])
         return self._update(state, *jax.device_put((stacked, sums, extra), first))
 

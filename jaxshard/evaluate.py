@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxshard import collectives
 from jaxshard.gradients import device_index
 from jaxshard.loss import Loss, loss_function
+from jaxshard.mesh import settled
 from jaxshard.program import gathered_for_step, held_params
 from jaxshard.setup import Setup, shapes_of
 from jaxshard.state import TrainState
@@ -49,7 +50,8 @@ class Evaluation:
         spec = P(BATCH_AXES) if parts > 1 else P()
         batch = jax.device_put(batch, NamedSharding(self.setup.program.mesh, spec))
         key = jax.random.fold_in(state.key, state.step)
-        return self._compiled[cached](state.params, state.extra, batch, key)
+        sums = self._compiled[cached](state.params, state.extra, batch, key)
+        return settled(self.setup.program.mesh, sums)
 
     def _compile(self, shapes: Any, fn: Callable[..., Any] | None, parts: int) -> Callable[..., Loss]:
         program = self.setup.program

@@ -9,7 +9,7 @@ Every strategy goes through here, whole leaves included: that is what makes thei
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from jaxshard.collectives import WHOLE, Route, tie, use
+from jaxshard.collectives import WHOLE, tie
+from jaxshard.held import Held, on_shard, turned, whole
 from jaxshard.jaxprs import (
     INLINED,
     REMAT,
@@ -30,39 +31,10 @@ from jaxshard.jaxprs import (
     varying,
     varying_in_scan,
 )
-from jaxshard.onshard import move, read_by_rows
+from jaxshard.onshard import read_by_rows
 
 Policy = Callable[..., Any]
 NEVER_SAVED = (WHOLE, "all_gather", "all_gather_invariant", "optimization_barrier")
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Held:
-    """A parameter, or a linear image of one, as a device holds it until the operation that needs it whole.
-
-    leaf: the array at rest, split along `dim` over ``route.gather`` (dim None: never split).
-    slot: zeros as its gradient is wanted; None when it does not learn.
-    dtype: of the whole leaf as the loss sees it; the cast comes before the gather.
-    pieces: how many pieces the layout splits `dim` into, whether this strategy does or not.
-    """
-
-    leaf: jax.Array
-    slot: jax.Array | None
-    dtype: Any = field(metadata={"static": True})
-    dim: int | None = field(metadata={"static": True})
-    pieces: int = field(metadata={"static": True})
-    route: Route = field(metadata={"static": True})
-    path: str = field(metadata={"static": True})
-
-    @property
-    def cast(self) -> jax.Array:
-        """The leaf at rest, in the dtype of the whole."""
-        return self.leaf if self.leaf.dtype == self.dtype else self.leaf.astype(self.dtype)
-
-    @property
-    def is_split(self) -> bool:
-        return self.dim is not None and self.route.leaf_pieces > 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +115,8 @@ def _apply(eqn: JaxprEqn, operands: list[Any], varies: list[bool], choices: Choi
     if name == "scan":
         return _scan(eqn, operands, varies, choices, place)
     # Devices that slice at different places hold pieces that do not fit together.
-    on_shard = None if any(varies) else _on_shard(eqn, operands)
-    return on_shard or _gather_and_apply(eqn, operands, choices, place)
+    results = None if any(varies) else on_shard(eqn, operands)
+    return results or _gather_and_apply(eqn, operands, choices, place)
 
 
 def _gather_and_apply(eqn: JaxprEqn, operands: list[Any], choices: Choices, place: _Place) -> list[Any]:
@@ -152,7 +124,7 @@ def _gather_and_apply(eqn: JaxprEqn, operands: list[Any], choices: Choices, plac
 
     def apply(*operands):
         operands = _tied(operands) if choices.tie else operands
-        return evaluate(eqn, [_whole(x, product_order(eqn, i)) for i, x in enumerate(operands)])
+        return evaluate(eqn, [whole(x, product_order(eqn, i)) for i, x in enumerate(operands)])
 
     # In a scan, what is saved is stacked, so there even a leaf that was whole is taken from its stack again.
     forgets = choices.regather and any(isinstance(x, Held) and x.is_split for x in operands)
@@ -163,57 +135,8 @@ def _gather_and_apply(eqn: JaxprEqn, operands: list[Any], choices: Choices, plac
     return apply(*operands)
 
 
-def _whole(x: Any, order: Sequence[int] | None = None) -> Any:
-    if not isinstance(x, Held):
-        return x
-    return use(x.cast, x.slot, x.dim, x.route, x.path, range(x.leaf.ndim) if order is None else order)
-
-
 def _whole_all(values: Sequence[Any]) -> list[Any]:
-    return [_whole(x) for x in values]
-
-
-def _on_shard(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
-    """A linear equation applied to the shard and to its slot, or None when it needs the leaf whole."""
-    held = [x for x in operands if isinstance(x, Held)]
-    first, name = held[0], eqn.primitive.name
-    if name == "stop_gradient":
-        return [replace(first, slot=None)]
-    if name == "concatenate":
-        if len(held) != len(operands) or any(_kind(x) != _kind(first) for x in held):
-            return None
-    elif len(held) > 1 or (operands[0] is not first and name != "mul"):
-        return None
-    moved = move(eqn, first.dim, first.pieces)
-    if moved is None:
-        return None
-
-    def apply(pieces: int, arrays: list[Any]):
-        on_piece = move(eqn, first.dim, pieces)
-        assert on_piece is not None, "what can be split into all pieces can be split into fewer"
-        return evaluate(eqn.replace(params=on_piece[1]), arrays)
-
-    leaves = apply(first.route.leaf_pieces, [x.cast if isinstance(x, Held) else x for x in operands])
-    if first.slot is None:
-        slots = [None] * len(leaves)
-    elif name == "convert_element_type":
-        slots = [first.slot]  # The adjoint of a cast is a cast, and `use` does that one after the reduction.
-    elif name in ("mul", "div"):
-        # The factor has the leaf's dtype, and the slot may have another.
-        factor = next(jnp.asarray(v.val, first.slot.dtype) for v in eqn.invars if isinstance(v, Literal))
-        slots = [first.slot * factor if name == "mul" else first.slot / factor]
-    else:
-        slots = apply(first.route.slot_pieces, [x.slot if isinstance(x, Held) else x for x in operands])
-    dim, _ = moved
-    path = "+".join(dict.fromkeys(x.path for x in held))
-    return [
-        None if leaf is None else replace(first, leaf=leaf, slot=slot, dtype=leaf.dtype, dim=dim, path=path)
-        for leaf, slot in zip(leaves, slots, strict=True)
-    ]
-
-
-def _kind(x: Held) -> tuple[Any, ...]:
-    return (x.dtype, x.dim, x.pieces, x.route, x.slot is None, None if x.slot is None else x.slot.dtype)
+    return [whole(x) for x in values]
 
 
 def _inlined(eqn: JaxprEqn, operands: list[Any], varies: list[bool], choices: Choices, place: _Place) -> list[Any]:
@@ -257,11 +180,13 @@ def _scan(eqn: JaxprEqn, operands: list[Any], varies: list[bool], choices: Choic
         isinstance(x, Held) and read_by_rows(body, var, varies)
         for x, var in zip(operands[:constants], body.invars[:constants], strict=True)
     ]
+    # Which dim a scan slices is seen after the transpose.
+    operands = [turned(x) if isinstance(x, Held) else x for x in operands]
     layers = operands[constants + carries :]
     stays += [False] * carries + [isinstance(x, Held) and x.dim != 0 for x in layers]
     if not any(stays):
         return _gather_and_apply(eqn, operands, choices, place)
-    operands = [x if stay else _whole(x) for x, stay in zip(operands, stays, strict=True)]
+    operands = [x if stay else whole(x) for x, stay in zip(operands, stays, strict=True)]
     fixed, carry, layers = (
         operands[:constants],
         operands[constants : constants + carries],

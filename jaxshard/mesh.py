@@ -58,6 +58,15 @@ def platform_of(mesh: Mesh) -> str:
     return mesh.devices.flat[0].platform
 
 
+def settled(mesh: Mesh, result: Any) -> Any:
+    """A result, waited for where devices are forced CPU ones.
+
+    They share one pool of threads: programs that are on their way at once can each hold threads that the other's
+    collectives wait for, and the process is aborted after a minute. GPUs have queues of their own, and run ahead.
+    """
+    return jax.block_until_ready(result) if platform_of(mesh) == "cpu" else result
+
+
 def force_cpu_devices(count: int) -> None:
     """Makes this process see `count` CPU devices and nothing else: a mesh to test on.
 

@@ -45,7 +45,6 @@ def _linear_in_first(eqn: JaxprEqn) -> bool:
         case "convert_element_type":
             old, new = shape_of(eqn.invars[0]).dtype, first.dtype
             floats = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (old, new))
-            # A wider dtype would only send more: gather first, then cast.
             return floats and new.itemsize <= old.itemsize
         case "broadcast_in_dim":
             return len(eqn.invars) == 1 and math.prod(first.shape) == math.prod(shape)
@@ -174,10 +173,16 @@ def _follow(jaxpr: Jaxpr, places: dict[Var, _Places], pieces: int, found: list[s
                 step = move(eqn, now, 1)
                 if step is not None and step[0] is not None:
                     moved[leaf, dim] = step[0]
-                elif name in SLICES:
+                elif name in SLICES and _keeps_a_dim(eqn):
                     found[leaf].add(dim)
             for var in eqn.outvars:
                 places[var] = dict(moved)
+
+
+def _keeps_a_dim(eqn: JaxprEqn) -> bool:
+    """Whether a slice leaves some dim as long as it is: a row does, a single element does not."""
+    shape = _shape(eqn)
+    return any(size > 1 and move(eqn, dim, 1) is not None for dim, size in enumerate(shape))
 
 
 def read_by_rows(jaxpr: Jaxpr, var: Var, inputs: Sequence[bool]) -> bool:

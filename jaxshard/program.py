@@ -13,7 +13,8 @@ from jax.sharding import Mesh
 
 from jaxshard import collectives
 from jaxshard.collectives import Route
-from jaxshard.gather import Choices, Held, gather_at_use
+from jaxshard.gather import Choices, gather_at_use
+from jaxshard.held import Held
 from jaxshard.jaxprs import trace, varying
 from jaxshard.loss import Loss, LossFunction
 from jaxshard.mesh import axis_sizes, size_over

@@ -20,7 +20,7 @@ from jaxshard.dp import DataParallel
 from jaxshard.evaluate import Evaluation, whole
 from jaxshard.explain import Explanation, explain
 from jaxshard.gradients import Gradients, device_gradients
-from jaxshard.mesh import make_mesh, platform_of
+from jaxshard.mesh import make_mesh, platform_of, settled
 from jaxshard.precision import Precision
 from jaxshard.program import Program
 from jaxshard.setup import Setup, setup, shapes_of
@@ -136,7 +136,7 @@ class Training:
 
         Raises ValueError when the batch does not divide.
         """
-        return self.built(batch).compiled(state, self.setup.place(batch))
+        return settled(self.mesh, self.built(batch).compiled(state, self.setup.place(batch)))
 
     def evaluate(self, state: TrainState, batch: Any, fn: Callable[..., Any] | None = None) -> dict[str, jax.Array]:
         """Loss and metrics of a batch of any size, without a gradient.

@@ -6,6 +6,8 @@ once; the others reduce each time.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import optax
 import pytest
@@ -62,10 +64,12 @@ def test_by_the_moment_of_reduction_with_three_microbatches(model):
     assert any((once.loss != each.loss) | (once.norm != each.norm))
 
 
-@pytest.mark.parametrize("strategies", [("ddp", "zero1"), ("zero2", "shard_grad_op")], ids=str)
-def test_tied_leaves_with_three_microbatches(strategies):
-    """A tied leaf is reduced once after the loop, or once per use."""
-    assert_equal(strategies, Model(form="list", tied=True), 3)
+@pytest.mark.parametrize("model", [replace(form, tied=True) for form in FORMS], ids=str)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_tied_leaves_by_the_moment_of_reduction(model, accumulate):
+    """A tied leaf, read transposed by the head, is reduced once after the loop, or once per use."""
+    assert_equal(("zero1", *AT_THE_USE) if accumulate == 1 else AT_THE_USE, model, accumulate)
+    assert_equal(("ddp", "zero1"), model, 3)
 
 
 def test_another_seed_is_another_run():

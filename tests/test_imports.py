@@ -18,6 +18,7 @@ ORDER = [
     "jaxprs",
     "onshard",
     "collectives",
+    "held",
     "gather",
     "specs",
     "program",

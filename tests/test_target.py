@@ -58,7 +58,7 @@ PARAMS = VOCAB * WIDTH + LAYERS * 12 * WIDTH**2  # and norms, which are small
 @pytest.fixture(autouse=True)
 def _compiled_anew():
     """What is compiled for devices that are not there cannot be read back from the cache of compiled programs."""
-    folder = jax.config.jax_compilation_cache_dir
+    folder = jax.config.values["jax_compilation_cache_dir"]
     jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()
     yield
@@ -184,18 +184,21 @@ def compiled_for_h100s(scanned: bool, strategy: js.Strategy, options=None):
             precision=js.Precision(compute="bfloat16", reduce="bfloat16"),
             compiler_options=options,
         )
-        built = training.built()
+        assert isinstance(training, js.Training)
+        compiled = training.built().compiled
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    assert memory is not None
+    assert text is not None
     contract: dict[tuple[str, str], int] = defaultdict(int)
     for one in training.contract():
         dtype = {"bfloat16": "bf16", "float32": "f32"}[one.dtype]
         contract[one.kind, dtype] += one.bytes * one.count
-    memory = built.compiled.memory_analysis()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     peak = (held + memory.temp_size_in_bytes) / 2**20
     states = training.explain().bytes_per_device
     assert memory.argument_size_in_bytes > states["params"] + states["opt"] >= 3 * 4 * PARAMS / GPUS
     print(f"peak {peak:.0f} MiB, states {memory.argument_size_in_bytes / 2**20:.0f} MiB, sent", dict(contract))
-    return peak, compiled_bytes(built.compiled.as_text()), contract
+    return peak, compiled_bytes(text), contract
 
 
 @pytest.mark.parametrize(

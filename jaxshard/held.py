@@ -1,0 +1,148 @@
+"""A parameter on its way to the operation that needs it whole.
+
+Linear operations run on the shard, and on the slot that takes the gradient. A transpose and a widening cast are put off
+until the leaf is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn, Literal
+
+from jaxshard.collectives import Route, use
+from jaxshard.jaxprs import evaluate
+from jaxshard.onshard import move
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Held:
+    """A parameter, or a linear image of one, as a device holds it until the operation that needs it whole.
+
+    leaf: the array at rest, split along `dim` over ``route.gather`` (dim None: never split).
+    slot: zeros as its gradient is wanted; None when it does not learn.
+    dtype: in which it is gathered; the cast comes before.
+    pieces: how many pieces the layout splits `dim` into, whether this strategy does or not.
+    turn, wide: what is still to be done to it once it is whole, a transpose (None: none) and a cast to a wider dtype.
+        A transpose of shards would give the whole another layout in memory than a strategy that splits nothing has,
+        and sums another order; a wider dtype before the gather would only send more.
+    """
+
+    leaf: jax.Array
+    slot: jax.Array | None
+    dtype: Any = field(metadata={"static": True})
+    dim: int | None = field(metadata={"static": True})
+    pieces: int = field(metadata={"static": True})
+    route: Route = field(metadata={"static": True})
+    path: str = field(metadata={"static": True})
+    turn: tuple[int, ...] | None = field(default=None, metadata={"static": True})
+    wide: Any = field(default=None, metadata={"static": True})
+
+    @property
+    def cast(self) -> jax.Array:
+        """The leaf at rest, in the dtype of the whole."""
+        return self.leaf if self.leaf.dtype == self.dtype else self.leaf.astype(self.dtype)
+
+    @property
+    def is_split(self) -> bool:
+        return self.dim is not None and self.route.leaf_pieces > 1
+
+
+def whole(x: Any, order: Sequence[int] | None = None) -> Any:
+    """A held leaf made whole; anything else as it is. order: see `collectives.use`."""
+    if not isinstance(x, Held):
+        return x
+    turn, dtype = _turn(x), x.wide or x.dtype
+    order = range(x.leaf.ndim) if order is None else order
+    return use(x.cast, x.slot, x.dim, x.route, x.path, turn=turn, dtype=dtype, order=order)
+
+
+def on_shard(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
+    """A linear equation applied to the shard and to its slot, or None when it needs the leaf whole."""
+    name = eqn.primitive.name
+    held = [x for x in operands if isinstance(x, Held)]
+    if name == "concatenate":
+        operands = held = [_cast(turned(x)) for x in held]
+        if len(held) != len(eqn.invars) or any(_kind(x) != _kind(held[0]) for x in held):
+            return None
+    elif len(held) > 1 or (operands[0] is not held[0] and name != "mul"):
+        return None
+    first = held[0]
+    if name == "stop_gradient":
+        return [replace(first, slot=None)]
+    if name == "transpose":
+        return [replace(first, turn=tuple(_turn(first)[d] for d in eqn.params["permutation"]))]
+    if name == "convert_element_type":
+        converted = _converted(first, eqn.params["new_dtype"])
+        return None if converted is None else [converted]
+    first = turned(first)
+    moved = move(eqn, first.dim, first.pieces)
+    if moved is None:
+        return None
+    if name in ("mul", "div"):
+        return [_multiplied(eqn, _cast(first))]
+
+    def apply(pieces: int, arrays: list[Any]):
+        on_piece = move(eqn, first.dim, pieces)
+        assert on_piece is not None, "what can be split into all pieces can be split into fewer"
+        return evaluate(eqn.replace(params=on_piece[1]), arrays)
+
+    arrays = [first if x is held[0] else x for x in operands]
+    leaves = apply(first.route.leaf_pieces, [x.leaf if isinstance(x, Held) else x for x in arrays])
+    slots: list[Any] = [None] * len(leaves)
+    if first.slot is not None:
+        slots = apply(first.route.slot_pieces, [x.slot if isinstance(x, Held) else x for x in arrays])
+    path = "+".join(dict.fromkeys(x.path for x in held))
+    return [
+        None if leaf is None else replace(first, leaf=leaf, slot=slot, dim=moved[0], path=path)
+        for leaf, slot in zip(leaves, slots, strict=True)
+    ]
+
+
+def _kind(x: Held) -> tuple[Any, ...]:
+    return (x.dtype, x.leaf.dtype, x.dim, x.pieces, x.route, x.slot is None, None if x.slot is None else x.slot.dtype)
+
+
+def _converted(x: Held, dtype: Any) -> Held | None:
+    """A cast between floats. The adjoint of a cast is a cast, which `use` does after the reduction."""
+    if not all(jnp.issubdtype(d, jnp.floating) for d in (x.dtype, dtype)):
+        return None
+    if jnp.dtype(dtype).itemsize <= jnp.dtype(x.dtype).itemsize:
+        return replace(x, leaf=x.cast.astype(dtype), dtype=dtype, wide=None)
+    return replace(x, wide=dtype)
+
+
+def _multiplied(eqn: JaxprEqn, x: Held) -> Held:
+    """A product with, or a quotient by, a literal."""
+    factor = next(v.val for v in eqn.invars if isinstance(v, Literal))
+
+    def scaled(array):
+        number = jnp.asarray(factor, x.dtype).astype(array.dtype)
+        return array * number if eqn.primitive.name == "mul" else array / number
+
+    return replace(x, leaf=scaled(x.cast), slot=None if x.slot is None else scaled(x.slot))
+
+
+def _turn(x: Held) -> tuple[int, ...]:
+    return x.turn or tuple(range(x.leaf.ndim))
+
+
+def turned(x: Held) -> Held:
+    """The same leaf with its transpose done on the shard."""
+    if x.turn is None:
+        return x
+    dim = None if x.dim is None else x.turn.index(x.dim)
+    slot = None if x.slot is None else lax.transpose(x.slot, x.turn)
+    return replace(x, leaf=lax.transpose(x.leaf, x.turn), slot=slot, dim=dim, turn=None)
+
+
+def _cast(x: Held) -> Held:
+    """The same leaf with its casts done on the shard."""
+    dtype = x.wide or x.dtype
+    return replace(x, leaf=x.cast.astype(dtype), dtype=dtype, wide=None)

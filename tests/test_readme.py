@@ -1,0 +1,54 @@
+"""What the README says is so: its example runs and learns, its table of strategies is what the code computes."""
+
+import re
+import runpy
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+import jaxshard as js
+from jaxshard.train.costs import rows
+
+README = Path(__file__).parents[1] / "README.md"
+EXAMPLES = sorted((README.parent / "examples").glob("*.py"))
+
+
+@pytest.mark.smoke
+def test_the_example_with_ones_own_loss_trains(tmp_path, capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    script = tmp_path / "example.py"
+    script.write_text(code)
+    left = runpy.run_path(str(script))
+    printed = capsys.readouterr().out
+    assert float(printed.splitlines()[0]) < 0.1, "targets of 1 and predictions of 0 begin at a loss of 1"
+    assert "reduce_scatter" in printed
+    assert left["state"].step == 100
+
+
+@pytest.mark.parametrize("name", [row.names[0] for row in rows(8)])
+def test_the_table_of_strategies(name):
+    (cost,) = [row.cost for row in rows(8) if row.names[0] == name]
+    (line,) = [line for line in README.read_text().splitlines() if line.startswith(f"| `{name}`") and "1" in line]
+    said = [float(Fraction(cell.strip())) for cell in line.strip("|").split("|")[1:]]
+    assert said == pytest.approx([cost.params, cost.grads, cost.opt, cost.held, cost.sent])
+
+
+def test_every_name_of_a_strategy_is_in_the_readme():
+    text = README.read_text()
+    assert [name for name in js.STRATEGIES if f"`{name}`" not in text] == []
+
+
+def test_the_tour_names_every_file_of_the_library():
+    named = set(re.findall(r"`(\w+\.py)`", README.read_text()))
+    library = {path.name for path in (README.parent / "jaxshard").glob("*.py")}
+    assert library - named == {"__init__.py", "__main__.py"}
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_run(example, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(example)])
+    runpy.run_path(str(example), run_name="__main__")
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", capsys.readouterr().out)]
+    assert losses[-1] < losses[0] / 2
