@@ -18,8 +18,10 @@ GPT = gpt.GPTConfig(vocab=32, width=8, layers=2, heads=2, context=8, tied=False,
 
 
 def update(tx, params, grads, state=None) -> Any:
-    updates, state = tx.update(grads, tx.init(params) if state is None else state, params)
-    return optax.apply_updates(params, updates), state
+    # As a training step calls it: optax mixes integer counts with floats.
+    with jax.numpy_dtype_promotion("standard"):
+        updates, state = tx.update(grads, tx.init(params) if state is None else state, params)
+        return optax.apply_updates(params, updates), state
 
 
 def test_warm_up_and_cosine():

@@ -217,7 +217,11 @@ def test_zero3(scanned, prefer, options, most_mib):
     ladder = 2 * (3 * PARAMS + 2 * VOCAB * WIDTH)
     sent = sum(size for (kind, _), size in contract.items() if kind != "all_reduce")
     assert abs(sent / ladder - 1) < 1e-3
-    assert compiled == contract
+    # The embedding is gathered twice in the forward pass, for the lookup and for the head. Where nothing ties a gather
+    # to its use, XLA may see that both are the same, and send one.
+    merged = contract["all_gather", "bf16"] - compiled["all_gather", "bf16"]
+    assert merged in ((0,) if prefer == "memory" else (0, 2 * VOCAB * WIDTH))
+    assert {**compiled, ("all_gather", "bf16"): 0} == {**contract, ("all_gather", "bf16"): 0}
     assert peak <= most_mib
 
 
