@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -69,7 +68,7 @@ class Setup:
     def initial_state(self, init: Any, key: jax.Array | None) -> TrainState:
         """The state at step 0, from a function of a key or from existing arrays. See `Training.init`."""
         expected = (self.params, self.extra)
-        if callable(init):
+        if _is_function(init):
             if key is None:
                 raise ValueError("init(init_fn, key): a function needs the key it is called with.")
             given = split_extra(jax.eval_shape(init, key), self.loss)
@@ -188,8 +187,13 @@ def split_extra(given: Any, loss: LossFunction) -> tuple[Any, Any]:
     return given
 
 
+def _is_function(x: Any) -> bool:
+    """Whether this is a function of a key. A module whose leaves are arrays may be callable as well, and is none."""
+    return callable(x) and (isinstance(x, functools.partial) or jax.tree_util.all_leaves([x]))
+
+
 def _param_shapes(params: Any) -> Any:
-    if inspect.isfunction(params) or inspect.ismethod(params) or isinstance(params, functools.partial):
+    if _is_function(params):
         # A fresh function: JAX caches traces by the function's identity.
         return jax.eval_shape(lambda key: params(key), jax.eval_shape(lambda: jax.random.key(0)))
     return shapes_of(params)
