@@ -15,6 +15,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from jaxshard.strategy import STRATEGIES
 from jaxshard.train import costs, loop
 from jaxshard.train.config import Config, ConfigError, dotted_keys, load, unknown
 from jaxshard.train.report import say
@@ -109,6 +110,12 @@ def _strategies(args: list[str]) -> int:
     )
     say(console, "in multiples of the parameters. It receives as much as it sends. mesh: replica x shard.")
     console.print(table)
+    left_out = {name for name, strategy in STRATEGIES.items() if strategy not in [row.strategy for row in rows]}
+    if left_out:
+        say(
+            console,
+            f"{', '.join(sorted(left_out))}: needs at least 2 replicas, which {options.devices} devices do not give.",
+        )
     for row in rows:
         if row.strategy.params.devices == "first":
             say(

@@ -58,6 +58,10 @@ def _real(route_sizes: Mapping[str, int], axes: Sequence[str]) -> tuple[str, ...
     return tuple(axis for axis in axes if route_sizes[axis] > 1)
 
 
+TOGETHER = "\n"
+"""Stands between the paths of leaves that travel as one."""
+
+
 def scope(what: str, path: str):
     """The named scope of a collective: what it does, and for which leaf."""
     return jax.named_scope(f"{SCOPE}.{what}:{scope_name(path)}")
@@ -65,7 +69,7 @@ def scope(what: str, path: str):
 
 def scope_name(path: str) -> str:
     """A leaf's path as it stands in scope names, which slashes and brackets would break."""
-    return re.sub(r"[^\w.+-]", ".", path)
+    return "+".join(re.sub(r"[^\w.-]", ".", one) for one in path.split(TOGETHER))
 
 
 def gather(x: jax.Array, dim: int | None, axes: Sequence[str], sizes: Mapping[str, int], path: str) -> jax.Array:

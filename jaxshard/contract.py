@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from jaxshard.collectives import SCOPE, Route, scope_name
-from jaxshard.gradients import MICROBATCHES, forward_jaxpr
+from jaxshard.gradients import MICROBATCHES, forward_jaxpr, mean_dtype
 from jaxshard.jaxprs import COLLECTIVES, Site, axes_of, shape_of, walk
+from jaxshard.mesh import size_over
 from jaxshard.setup import Setup
 from jaxshard.specs import path_of, route, split_axes
 from jaxshard.strategy import BATCH_AXES
@@ -156,23 +157,17 @@ def expected_collectives(made: Setup) -> tuple[Collective, ...]:
             may("all_gather", "gather", name, strategy.params.axes, out.dtype, out.size, count, loops)
         elif site.eqn.primitive.name == "custom_vjp_call" and purpose == "use" and not program.deferred:
             may_reduce(name, program.route(leaf), leaf.dim, out.size, out.dtype, count, loops)
-    for name, leaf in by_name.items():
-        size = math.prod(leaf.shape)
+    held, updated = strategy.params.axes, strategy.opt.axes
+    for leaf in jax.tree.leaves(program.layout):
+        name, size = scope_name(leaf.path), math.prod(leaf.shape)
         if leaf.dim is not None and strategy.gather == "step":
-            may("all_gather", "gather", name, strategy.params.axes, program.compute_dtype(leaf), size, 1)
+            may("all_gather", "gather", name, held, program.compute_dtype(leaf), size, 1)
         if leaf.trainable and program.deferred:
             last = route(leaf, strategy, program.mesh, program.precision, to=strategy.opt)
             may_reduce(name, last, leaf.dim, size, leaf.dtype, 1)
         if leaf.trainable and leaf.dim is not None:
-            may(
-                "all_gather",
-                "gather",
-                name,
-                strategy.opt.axes[len(strategy.params.axes) :],
-                leaf.dtype,
-                size,
-                1,
-            )
+            piece = size // size_over(program.mesh, held)
+            may("all_gather", "gather", name, updated[len(held) :], leaf.dtype, piece, 1)
     averaged = [
         (path, x) for path, x in jax.tree_util.tree_leaves_with_path(made.extra) if jnp.issubdtype(x.dtype, jnp.inexact)
     ]
@@ -183,7 +178,7 @@ def expected_collectives(made: Setup) -> tuple[Collective, ...]:
     may("all_reduce", "total", "norm", split_axes(strategy), "float32", 1, 1)
     for path, x in averaged:
         name = scope_name(f"extra/{path_of(path)}")
-        may("all_reduce", "total", name, BATCH_AXES, x.dtype, x.size, program.accumulate, inner)
+        may("all_reduce", "total", name, BATCH_AXES, mean_dtype(x.dtype), x.size, program.accumulate, inner)
     return tuple(replace(one, count=count) for one, count in found.items() if count)
 
 

@@ -26,7 +26,7 @@ from jaxshard.loss import Loss
 from jaxshard.mesh import settled
 from jaxshard.setup import Setup
 from jaxshard.specs import Leaf
-from jaxshard.state import TrainState
+from jaxshard.state import TrainState, check_not_donated
 from jaxshard.strategy import BATCH_AXES, Strategy
 from jaxshard.update import step_metrics, updated
 
@@ -54,6 +54,7 @@ class DataParallel:
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step; the state is donated. See `Training.step`."""
+        check_not_donated(state)
         scale = None if state.scale is None else state.scale.scale
         key = jax.random.fold_in(state.key, state.step)
         copies = self._broadcast((state.params, state.extra, key, scale))

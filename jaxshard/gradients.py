@@ -116,6 +116,11 @@ def _microbatch(program: Program, params: Any, key: jax.Array, scale: Any) -> Ca
     return run
 
 
+def mean_dtype(dtype: Any) -> Any:
+    """The dtype in which leaves of `extra` are averaged: a sum of many halves overflows."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
 def merge_extra(program: Program, extra: Any, new_extra: Any, weight: jax.Array) -> Any:
     """One `extra` from all devices': floats become their mean weighted by items, other leaves agree already."""
     if not any(jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(extra)):
@@ -125,9 +130,11 @@ def merge_extra(program: Program, extra: Any, new_extra: Any, weight: jax.Array)
     def merge(path, old, new):
         if not jnp.issubdtype(new.dtype, jnp.inexact):
             return new
-        new = new.astype(old.dtype)
-        summed = collectives.total(new * weight.astype(new.dtype), BATCH_AXES, program.sizes, f"extra/{path_of(path)}")
-        return jnp.where(items > 0, summed * item_share(items).astype(new.dtype), old)
+        dtype = mean_dtype(old.dtype)
+        # A device without items has nothing to say, and what it says may be NaN.
+        share = jnp.where(weight > 0, new.astype(dtype), 0) * weight.astype(dtype)
+        summed = collectives.total(share, BATCH_AXES, program.sizes, f"extra/{path_of(path)}")
+        return jnp.where(items > 0, (summed * item_share(items).astype(dtype)).astype(old.dtype), old)
 
     return jax.tree_util.tree_map_with_path(merge, extra, new_extra)
 

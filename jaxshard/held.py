@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxshard.collectives import Route, use
+from jaxshard.collectives import TOGETHER, Route, use
 from jaxshard.jaxprs import evaluate
 from jaxshard.onshard import move
 
@@ -98,7 +98,7 @@ def on_shard(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
     slots: list[Any] = [None] * len(leaves)
     if first.slot is not None:
         slots = apply(first.route.slot_pieces, [x.slot if isinstance(x, Held) else x for x in arrays])
-    path = "+".join(dict.fromkeys(x.path for x in held))
+    path = TOGETHER.join(dict.fromkeys(x.path for x in held))
     return [
         None if leaf is None else replace(first, leaf=leaf, slot=slot, dim=moved[0], path=path)
         for leaf, slot in zip(leaves, slots, strict=True)

@@ -17,7 +17,15 @@ from jax.sharding import PartitionSpec as P
 
 INLINED = ("jit", "pjit", "closed_call", "core_call")
 REMAT = ("remat2", "remat", "checkpoint")
-PER_DEVICE = ("axis_index", "pure_callback", "io_callback")
+PER_DEVICE = (
+    "axis_index",
+    "pure_callback",
+    "io_callback",
+    "ppermute",
+    "reduce_scatter",
+    "all_to_all",
+    "ragged_all_to_all",
+)
 COLLECTIVES = {
     "psum": "all_reduce",
     "psum_invariant": "all_reduce",

@@ -10,6 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+OWN_METRICS = ("loss", "grad_norm", "loss_scale", "skipped")
+"""What a step reports by itself."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -45,7 +48,8 @@ class LossFunction:
                     f"{self.name} takes `extra`, so it must return (loss, new_extra); it returned {_kind(result)}."
                 )
             result, new_extra = result
-            _same_structure(extra, new_extra, self.name)
+            new_extra = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), new_extra)
+            _check_extra(extra, new_extra, self.name)
         if not isinstance(result, Loss):
             total = self._scalar(result, "loss")
             weight = jax.tree.leaves(batch)[0].shape[0] if self.by_examples else 1
@@ -54,6 +58,9 @@ class LossFunction:
         if weight.shape:
             raise TypeError(f"Loss.weight of {self.name} has shape {weight.shape}; it must be a scalar.")
         metrics = {}
+        taken = [name for name in result.metrics if name in OWN_METRICS]
+        if taken:
+            raise ValueError(f"Loss.metrics of {self.name} are called {taken}; {OWN_METRICS} are jaxshard's own names.")
         for name, value in result.metrics.items():
             value = jnp.asarray(value)
             if value.shape:
@@ -94,15 +101,18 @@ def loss_function(fn: Callable[..., Any]) -> LossFunction:
     return LossFunction(fn=fn, takes_key="key" in names, takes_extra="extra" in names)
 
 
-def _same_structure(extra: Any, new_extra: Any, name: str) -> None:
+def _check_extra(extra: Any, new_extra: Any, name: str) -> None:
     old, new = jax.tree.structure(extra), jax.tree.structure(new_extra)
     if old != new:
         raise TypeError(f"{name} was given extra of structure {old} and returned {new}; both must be the same.")
-    shapes = [
-        (jnp.shape(a), jnp.shape(b)) for a, b in zip(jax.tree.leaves(extra), jax.tree.leaves(new_extra), strict=True)
-    ]
-    if any(a != b for a, b in shapes):
-        raise TypeError(f"{name} changes shapes in extra: {[f'{a} -> {b}' for a, b in shapes if a != b]}.")
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(extra), jax.tree.leaves(new_extra), strict=True):
+        floats = jnp.issubdtype(a.dtype, jnp.floating) and jnp.issubdtype(b.dtype, jnp.floating)
+        if a.shape != b.shape or not (floats or a.dtype == b.dtype):
+            where = jax.tree_util.keystr(path, simple=True, separator="/") or "extra"
+            raise TypeError(
+                f"{name} was given {where} of extra as {a.dtype}{list(a.shape)} and returned {b.dtype}{list(b.shape)}; "
+                "shape and dtype must stay."
+            )
 
 
 def _kind(value: Any) -> str:

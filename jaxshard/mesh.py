@@ -21,6 +21,8 @@ def make_mesh(*, replica: int = 1, shard: int = -1, devices: Sequence[Any] | Non
     Both axes split the batch. Raises ValueError when the factors do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else list(devices)
+    if not devices:
+        raise ValueError("make_mesh(devices=[]): a mesh needs at least one device.")
     factors = {REPLICA: replica, SHARD: shard}
     said = " x ".join(f"{axis}={size}" for axis, size in factors.items())
     bad = [axis for axis, size in factors.items() if size != -1 and size < 1]
@@ -37,14 +39,27 @@ def make_mesh(*, replica: int = 1, shard: int = -1, devices: Sequence[Any] | Non
 
 
 def axis_sizes(mesh: Mesh) -> dict[str, int]:
-    """Size by axis name. Raises ValueError when one of the batch axes is missing."""
+    """Size by axis name. Raises ValueError when a batch axis is missing, or another axis is larger than 1."""
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    others = {axis: size for axis, size in sizes.items() if axis not in BATCH_AXES and size > 1}
+    if others:
+        raise ValueError(
+            f"the mesh has the axes {sizes}; {', '.join(others)} would split neither the batch nor a state. "
+            f"Use an axis of {BATCH_AXES} for those devices: make_mesh(replica=, shard=)."
+        )
     missing = [axis for axis in BATCH_AXES if axis not in sizes]
     if missing:
         raise ValueError(
             f"the mesh has the axes {mesh.axis_names}; {missing} missing. Make it with make_mesh(replica=, shard=)."
         )
     return sizes
+
+
+def automatic(mesh: Mesh) -> Mesh:
+    """The same mesh with `Auto` axes, which sharding constraints need. Raises TypeError for what is no mesh."""
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh is a {type(mesh).__name__}; pass a jax.sharding.Mesh, such as make_mesh() gives.")
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
 def size_over(mesh: Mesh, axes: Sequence[str]) -> int:

@@ -67,24 +67,31 @@ class Setup:
 
     def initial_state(self, init: Any, key: jax.Array | None) -> TrainState:
         """The state at step 0, from a function of a key or from existing arrays. See `Training.init`."""
-        expected = (self.params, self.extra)
+        if key is not None and not isinstance(key, jax.Array):
+            raise TypeError(f"init(..., key): the key is a {type(key).__name__}; pass jax.random.key(0), or the like.")
         if _is_function(init):
             if key is None:
                 raise ValueError("init(init_fn, key): a function needs the key it is called with.")
-            given = split_extra(jax.eval_shape(init, key), self.loss)
-            _check_given(given, expected)
-            return born_sharded(
-                self.program, self.optimizer, self.where, lambda k: split_extra(init(k), self.loss), key
-            )
-        given = split_extra(init, self.loss)
-        _check_given(given, expected)
+
+            def make(key):
+                return split_extra(_arrays(init(key)), self.loss)
+
+            self._check_given(jax.eval_shape(make, key))
+            return born_sharded(self.program, self.optimizer, self.where, make, key)
+        given = split_extra(_arrays(init), self.loss)
+        self._check_given(given)
         key = jax.random.key(0) if key is None else key
         return placed(self.program, self.optimizer, self.where, *given, key)
 
+    def _check_given(self, given: tuple[Any, Any]) -> None:
+        casts = self.program.precision.params is not None
+        check_shapes(given[0], self.params, "the parameters given to init", any_float=casts)
+        check_shapes(given[1], self.extra, "the extra given to init")
 
-def _check_given(given: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
-    check_shapes(given[0], expected[0], "the parameters given to init")
-    check_shapes(given[1], expected[1], "the extra given to init")
+
+def _arrays(tree: Any) -> Any:
+    """Python scalars as arrays of the dtype they have in shapes."""
+    return jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x, jnp.result_type(x)), tree)
 
 
 def setup(
@@ -107,6 +114,13 @@ def setup(
     """Checks every choice and traces the loss. The arguments are those of `parallelize`, all given."""
     sizes = axis_sizes(mesh)
     _check(strategy, sizes, accumulate, clip, optimizer)
+    if not isinstance(precision, Precision):
+        raise TypeError(f"precision={precision!r}: pass jaxshard.Precision(compute='bfloat16'), or the like.")
+    if axis_name is not None and (not isinstance(axis_name, str) or axis_name in mesh.axis_names):
+        raise ValueError(
+            f"axis_name={axis_name!r}: one more name, for all batch axes together; the mesh's own axes "
+            f"{mesh.axis_names} can be used in the loss as they are."
+        )
     check_batch(batch, {axis: sizes[axis] for axis in BATCH_AXES} | {"accumulate": accumulate})
     loss = loss_function(loss_fn)
     shapes, extra = split_extra(_param_shapes(params), loss)

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Jaxpr
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -93,15 +94,14 @@ def layout(
     ]
     budget = whole_budget * sum(leaf.bytes for leaf in leaves) / pieces
     small = set()
-    for leaf in sorted((leaf for leaf in leaves if leaf.dim is not None), key=lambda leaf: leaf.bytes):
-        budget -= leaf.bytes
+    for i in sorted((i for i, leaf in enumerate(leaves) if leaf.dim is not None), key=lambda i: leaves[i].bytes):
+        budget -= leaves[i].bytes
         if budget < 0:
             break
-        small.add(leaf.path)
+        small.add(i)
     because = f"one of the smallest leaves, within whole_budget={whole_budget:g}; whole_budget=0 splits it"
-    return jax.tree.unflatten(
-        structure, [replace(x, dim=None, whole_because=because) if x.path in small else x for x in leaves]
-    )
+    kept = [replace(leaf, dim=None, whole_because=because) if i in small else leaf for i, leaf in enumerate(leaves)]
+    return jax.tree.unflatten(structure, kept)
 
 
 def _leaf(path: str, x: Any, sliced: set[int], pieces: int, trainable: bool) -> Leaf:
@@ -135,9 +135,17 @@ def _trainable(trainable: Any, params: Any) -> list[bool]:
                 f"trainable is a mask of structure {jax.tree.structure(trainable)}, but params have "
                 f"{jax.tree.structure(params)}. Pass one bool per leaf, or a predicate on the path."
             )
-        asked = [bool(flag) for flag in jax.tree.leaves(trainable)]
+        asked = jax.tree.leaves(trainable)
+        if not all(isinstance(flag, bool | np.bool_) for flag in asked):
+            raise TypeError(f"trainable is a mask of {sorted({type(flag).__name__ for flag in asked})}; pass bools.")
     # Only what can be differentiated can learn.
-    return [flag and jnp.issubdtype(x.dtype, jnp.inexact) for flag, (_, x) in zip(asked, named, strict=True)]
+    learns = [bool(flag) and jnp.issubdtype(x.dtype, jnp.inexact) for flag, (_, x) in zip(asked, named, strict=True)]
+    if not any(learns):
+        some = ", ".join(path_of(path) for path, _ in named[:8])
+        raise ValueError(
+            f"trainable chooses no float or complex leaf of params, so nothing would learn. Paths: {some}."
+        )
+    return learns
 
 
 def path_of(path: Sequence[Any]) -> str:

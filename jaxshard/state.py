@@ -45,9 +45,17 @@ def new_state(
         params=params,
         opt=opt,
         extra=extra,
-        key=jax.random.fold_in(key, RUN_KEY),
+        key=jax.random.fold_in(_run_key(key), RUN_KEY),
         scale=initial_loss_scale(program.precision),
     )
+
+
+def _run_key(key: jax.Array) -> jax.Array:
+    """A new-style key of the default kind, from a key of any style and kind."""
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key)
+    default = jax.eval_shape(lambda: jax.random.key(0)).dtype
+    return key if key.dtype == default else jax.random.key(jax.random.bits(key, (), jnp.uint32))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +124,20 @@ def placed(
     )(params, extra, key)
 
 
-def check_shapes(given: Any, expected: Any, what: str) -> None:
-    """Raises ValueError with the first leaf whose path, shape or kind of dtype is not the expected one."""
+def check_not_donated(state: TrainState) -> None:
+    """Raises ValueError for a state whose memory a step has reused."""
+    if state.step.is_deleted():
+        raise ValueError(
+            "this state was given to an earlier step, which reused its memory. Go on with the state that it returned: "
+            "state, metrics = training.step(state, batch)."
+        )
+
+
+def check_shapes(given: Any, expected: Any, what: str, *, any_float: bool = False) -> None:
+    """Raises ValueError with the first leaf whose path, shape or dtype is not the expected one.
+
+    any_float: any float dtype will do, because it is cast.
+    """
     if jax.tree.structure(given) != jax.tree.structure(expected):
         raise ValueError(
             f"{what} have the structure {jax.tree.structure(given)}, but parallelize was given "
@@ -125,8 +145,11 @@ def check_shapes(given: Any, expected: Any, what: str) -> None:
         )
     pairs = zip(jax.tree_util.tree_leaves_with_path(given), jax.tree.leaves(expected), strict=True)
     for (path, x), wanted in pairs:
-        same_kind = jnp.issubdtype(x.dtype, jnp.floating) == jnp.issubdtype(wanted.dtype, jnp.floating)
-        if tuple(x.shape) != tuple(wanted.shape) or not (same_kind or x.dtype == wanted.dtype):
+        floats = jnp.issubdtype(x.dtype, jnp.floating) and jnp.issubdtype(wanted.dtype, jnp.floating)
+        dtype = x.dtype
+        if not jnp.issubdtype(dtype, jax.dtypes.extended):
+            dtype = jax.dtypes.canonicalize_dtype(dtype)
+        if tuple(x.shape) != tuple(wanted.shape) or not (dtype == wanted.dtype or (any_float and floats)):
             raise ValueError(
                 f"{path_of(path)} of {what} is {x.dtype}{list(x.shape)}, but parallelize was given "
                 f"{wanted.dtype}{list(wanted.shape)}. Pass what params= said."

@@ -20,11 +20,11 @@ from jaxshard.dp import DataParallel
 from jaxshard.evaluate import Evaluation, whole
 from jaxshard.explain import Explanation, explain
 from jaxshard.gradients import Gradients, device_gradients
-from jaxshard.mesh import make_mesh, platform_of, settled
+from jaxshard.mesh import automatic, make_mesh, platform_of, settled
 from jaxshard.precision import Precision
 from jaxshard.program import Program
 from jaxshard.setup import Setup, setup, shapes_of
-from jaxshard.state import TrainState
+from jaxshard.state import TrainState, check_not_donated
 from jaxshard.strategy import BATCH_AXES, Strategy, named
 from jaxshard.update import step_metrics, updated
 
@@ -71,7 +71,7 @@ def parallelize(
         optimizer,
         params=params,
         batch=batch,
-        mesh=make_mesh(replica=strategy.min_replicas) if mesh is None else mesh,
+        mesh=make_mesh(replica=strategy.min_replicas) if mesh is None else automatic(mesh),
         strategy=strategy,
         accumulate=accumulate,
         clip=clip,
@@ -134,8 +134,9 @@ class Training:
         Returns the new state and metrics, device scalars: ``loss`` and the `Loss.metrics` as means over items,
         ``grad_norm`` before clipping; with float16 ``loss_scale`` and ``skipped`` (steps, so far).
 
-        Raises ValueError when the batch does not divide.
+        Raises ValueError when the batch does not divide, or the state was given to a step before.
         """
+        check_not_donated(state)
         return settled(self.mesh, self.built(batch).compiled(state, self.setup.place(batch)))
 
     def evaluate(self, state: TrainState, batch: Any, fn: Callable[..., Any] | None = None) -> dict[str, jax.Array]:
@@ -223,7 +224,8 @@ def _global_gradients(program: Program, params: Any, extra: Any, batch: Any, key
 
 def _check_donation(built: Built, state: TrainState) -> None:
     memory = built.compiled.memory_analysis()
-    if memory is None:
+    # To find a NaN, JAX keeps what was donated.
+    if memory is None or jax.config.values["jax_debug_nans"]:
         return
     donated = sum(_local_bytes(x) for x in jax.tree.leaves(state))
     if memory.alias_size_in_bytes < donated:

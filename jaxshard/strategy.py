@@ -147,6 +147,10 @@ def named(strategy: str | Strategy) -> Strategy:
     """The strategy of this name, or the strategy itself. Raises ValueError with the nearest valid name."""
     if isinstance(strategy, Strategy):
         return strategy
+    if not isinstance(strategy, str):
+        raise TypeError(
+            f"strategy is a {type(strategy).__name__}; pass a jaxshard.Strategy, or one of {', '.join(STRATEGIES)}."
+        )
     if strategy not in STRATEGIES:
         near = get_close_matches(strategy, STRATEGIES, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""

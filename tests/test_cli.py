@@ -103,7 +103,7 @@ def test_an_earlier_run_is_kept(tmp_path):
         (["train", "@ddp", "--model.vocab", "100"], "model.vocab = 100"),
         (["train", "@ddp", "--devices", "4"], "JAX has already started with 8 cpu device(s)"),
         (["train", "@gpt2-124m"], "cannot read data/tokens.bin of data.files"),
-        (["strategies", "--devices", "7"], "hsdp takes 2 replicas, which do not divide 7 devices"),
+        (["strategies", "--devices", "7", "--replica", "2"], "7 devices cannot be 2 equal copies"),
         (["strategies", "--deviecs", "7"], "unknown key deviecs; did you mean devices?"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

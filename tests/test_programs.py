@@ -21,7 +21,8 @@ QUICK = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_pass
 
 def reference(program, replica: int, shard: int):
     params, batch = jax.jit(program.init)(jax.random.key(0)), program.batch()
-    loss, grads = jax.jit(jax.value_and_grad(program.reference(replica, shard), allow_int=True))(params, batch)
+    gradient = jax.jit(jax.value_and_grad(program.reference(replica, shard), allow_int=True))
+    loss, grads = gradient.lower(params, batch).compile(compiler_options=dict(QUICK))(params, batch)
     return params, batch, loss, grads
 
 
@@ -66,7 +67,7 @@ def test_zero3_equals_one_device(name):
     check(PROGRAMS[name], js.ZERO3)
 
 
-@pytest.mark.parametrize("name", SMOKE)
+@pytest.mark.parametrize("name", SMOKE[::2])
 def test_split_gradients_of_whole_leaves_on_two_replicas(name):
     check(PROGRAMS[name], js.ZERO2, replica=2, shard=4)
 

@@ -42,19 +42,23 @@ def rows(devices: int, replica: int = 1) -> list[Row]:
     """Every named strategy once, on `devices` devices.
 
     replica: how many copies of the states there are; a strategy that makes sense only from some number of
-    replicas gets at least that many. Raises ValueError when they do not divide the devices.
+    replicas gets at least that many, and is left out where those do not divide the devices.
+
+    Raises ValueError when `replica` itself does not divide them.
     """
+    if replica < 1 or devices < 1 or devices % replica:
+        raise ValueError(
+            f"--devices {devices} --replica {replica}: {devices} devices cannot be {replica} equal copies; "
+            f"choose a divisor of {devices} as --replica."
+        )
     names: dict[Strategy, list[str]] = {}
     for name, strategy in STRATEGIES.items():
         names.setdefault(strategy, []).append(name)
     table = []
     for strategy, known_as in names.items():
         copies = max(replica, strategy.min_replicas)
-        if replica < 1 or devices < 1 or devices % copies:
-            raise ValueError(
-                f"--devices {devices} --replica {replica}: {known_as[0]} takes {copies} replicas, which do "
-                f"not divide {devices} devices; choose a multiple of {copies}."
-            )
+        if devices % copies:
+            continue
         shape = {REPLICA: copies, SHARD: devices // copies}
         cost = cost_of(strategy, shape)
         table.append(Row(names=tuple(known_as), strategy=strategy, replica=copies, shard=shape[SHARD], cost=cost))
