@@ -41,16 +41,16 @@ def make_mesh(*, replica: int = 1, shard: int = -1, devices: Sequence[Any] | Non
 def axis_sizes(mesh: Mesh) -> dict[str, int]:
     """Size by axis name. Raises ValueError when a batch axis is missing, or another axis is larger than 1."""
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    missing = [axis for axis in BATCH_AXES if axis not in sizes]
+    if missing:
+        raise ValueError(
+            f"the mesh has the axes {mesh.axis_names}; {missing} missing. Make it with make_mesh(replica=, shard=)."
+        )
     others = {axis: size for axis, size in sizes.items() if axis not in BATCH_AXES and size > 1}
     if others:
         raise ValueError(
             f"the mesh has the axes {sizes}; {', '.join(others)} would split neither the batch nor a state. "
             f"Use an axis of {BATCH_AXES} for those devices: make_mesh(replica=, shard=)."
-        )
-    missing = [axis for axis in BATCH_AXES if axis not in sizes]
-    if missing:
-        raise ValueError(
-            f"the mesh has the axes {mesh.axis_names}; {missing} missing. Make it with make_mesh(replica=, shard=)."
         )
     return sizes
 
