@@ -118,7 +118,7 @@ def _microbatch(program: Program, params: Any, key: jax.Array, scale: Any) -> Ca
 
 def mean_dtype(dtype: Any) -> Any:
     """The dtype in which leaves of `extra` are averaged: a sum of many halves overflows."""
-    return jnp.promote_types(dtype, jnp.float32)
+    return jnp.dtype(jnp.float32) if jnp.dtype(dtype).itemsize < 4 else jnp.dtype(dtype)
 
 
 def merge_extra(program: Program, extra: Any, new_extra: Any, weight: jax.Array) -> Any:
