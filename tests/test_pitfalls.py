@@ -137,7 +137,7 @@ def test_keys_of_any_style(key):
     assert np.isfinite(metrics["loss"])
     assert state.step == 1
     with pytest.raises(TypeError, match="the key is a int"):
-        training.init(init, 0)
+        training.init(init, 0)  # pyright: ignore[reportArgumentType] -- that is the mistake
 
 
 def test_another_float_dtype_is_refused():
