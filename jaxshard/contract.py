@@ -46,7 +46,9 @@ class Collective:
     purpose: gather, reduce or total (the library's), or loss (the loss function's own). leaf: whose.
     axes, devices: mesh axes and the product of their sizes.
     dtype, bytes: of the whole buffer (gathered, or before it is scattered). count: per step.
-    loops: what it is inside of, outermost first: ``microbatches`` or ``scan``.
+    loops: what it is inside of, outermost first: ``microbatches`` or ``scan``; in a compiled program also ``while``, a
+    loop whose length is not known. asynchronous: whether a compiled program lets other work run meanwhile; None for
+    what is not compiled.
     """
 
     kind: str
@@ -58,6 +60,7 @@ class Collective:
     bytes: int
     count: int
     loops: tuple[str, ...] = ()
+    asynchronous: bool | None = None
 
     @property
     def wire_bytes(self) -> int:
@@ -98,12 +101,22 @@ def count_collectives(jaxpr: Jaxpr, sizes: Mapping[str, int]) -> tuple[Collectiv
 
 
 def _name(site: Site, purpose: str, leaf: str) -> tuple[str, str]:
-    found = _NAMED.findall(site.scope)
+    found = names_in(site.scope)
     return found[-1] if found else (purpose, leaf)
 
 
+def names_in(scope: str) -> list[tuple[str, str]]:
+    """(purpose, leaf) of every scope of the library in a name stack, outermost first."""
+    return _NAMED.findall(scope)
+
+
 def _loops(site: Site) -> tuple[str, ...]:
-    return tuple("microbatches" if MICROBATCHES in scope.rsplit("/", 1)[-1] else "scan" for scope in site.loops)
+    return tuple(map(loop_name, site.loops))
+
+
+def loop_name(scope: str) -> str:
+    """What a loop of this name stack is: ``microbatches`` or ``scan``."""
+    return "microbatches" if MICROBATCHES in scope.rsplit("/", 1)[-1] else "scan"
 
 
 def _buffers(eqn: JaxprEqn, kind: str) -> list[tuple[Any, int]]:
