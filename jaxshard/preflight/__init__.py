@@ -1,0 +1,1 @@
+"""What a program needs and sends, known before it runs, and before the devices it is for are there."""

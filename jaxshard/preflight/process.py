@@ -1,0 +1,100 @@
+"""A function called in a Python process of its own, whose JAX sees CPUs alone and has not started.
+
+That is what compiling for absent GPUs needs (see `target`), whatever the caller's own JAX has done. Arguments and
+result travel as JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class ProcessError(RuntimeError):
+    """What went wrong in the other process, with its traceback."""
+
+
+def run(function: Callable[..., Any] | str, /, **arguments: Any) -> Any:
+    """``function(**arguments)`` in a fresh process with ``JAX_PLATFORMS=cpu``.
+
+    function: one that can be found by its name in its module or script, or its place as text:
+    ``"package.module:name"`` or ``"path/script.py:name"``. A script is loaded under a name that is not ``__main__``.
+    arguments, and the result: what JSON can say. What it prints is printed.
+
+    Raises ValueError for a function that has no such place, and ProcessError if it fails.
+    """
+    place = function if isinstance(function, str) else _place(function)
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "result.json")
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        done = subprocess.run(
+            [sys.executable, "-m", __name__, place, str(result)],
+            input=json.dumps(arguments),
+            env=environment,
+            text=True,
+            check=False,
+        )
+        if not result.exists():
+            raise ProcessError(f"{place} ended its process with code {done.returncode} before it gave a result.")
+        outcome = json.loads(result.read_text())
+    if "error" in outcome:
+        raise ProcessError(f"{place} failed in its own process:\n{outcome['error']}")
+    return outcome["result"]
+
+
+def _place(function: Callable[..., Any]) -> str:
+    name, module = getattr(function, "__qualname__", "<"), getattr(function, "__module__", None)
+    if module is None or "<" in name:
+        raise ValueError(
+            f"{function!r} cannot be found by name in another process; define it with `def` at the top of a module "
+            "or script."
+        )
+    if module != "__main__":
+        return f"{module}:{name}"
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    if script is None:
+        raise ValueError(f"{name} was typed into an interpreter; another process finds only what stands in a file.")
+    return f"{Path(script).resolve()}:{name}"
+
+
+def _load(place: str) -> Callable[..., Any]:
+    where, _, name = place.rpartition(":")
+    if where.endswith(".py"):
+        spec = importlib.util.spec_from_file_location("_script", where)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{where} is no Python file.")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["_script"] = module
+        sys.path.insert(0, str(Path(where).parent))
+        spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(where)
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _main(place: str, result: str) -> None:
+    arguments = json.load(sys.stdin)
+    try:
+        outcome = {"result": _load(place)(**arguments)}
+        said = json.dumps(outcome)
+    except Exception:
+        said = json.dumps({"error": traceback.format_exc()})
+    Path(result).write_text(said)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        _main(*sys.argv[1:])
