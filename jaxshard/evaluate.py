@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard import collectives
+from jaxshard.checks import batch_size, check_alive, check_state, noted
 from jaxshard.gradients import device_index
 from jaxshard.loss import Loss, loss_function
 from jaxshard.mesh import settled
@@ -30,9 +31,17 @@ class Evaluation:
         self._compiled: dict[Any, Callable[..., Loss]] = {}
 
     def __call__(self, state: TrainState, batch: Any, fn: Callable[..., Any] | None) -> dict[str, jax.Array]:
-        size = _size(batch)
+        # JAX would only say so once it runs, and may end the process.
+        check_alive(state)
+        check_state(state, self.setup.where.shapes, ("params", "extra"))
+        self._check_devices(state)
+        size = batch_size(batch)
+        if not size:
+            raise ValueError("batch has the first dim 0; evaluate needs an example at least.")
         devices = self.setup.program.mesh.size
         split = size // devices * devices
+        if 0 < split < size:  # to axes of our own mesh: an array over `Explicit` ones cannot be sliced freely
+            batch = jax.device_put(batch, NamedSharding(self.setup.program.mesh, P()))
         sums = []
         if split:
             sums.append(self._run(state, jax.tree.map(lambda x: x[:split], batch), fn, parts=devices))
@@ -42,11 +51,22 @@ class Evaluation:
         share = jnp.where(both.weight > 0, 1 / both.weight, 0)
         return {"loss": both.total * share, **{name: value * share for name, value in both.metrics.items()}}
 
+    def _check_devices(self, state: TrainState) -> None:
+        mesh = self.setup.program.mesh
+        for x in jax.tree.leaves((state.step, state.params)):
+            if isinstance(x, jax.Array) and x.sharding.device_set != set(mesh.devices.flat):
+                raise ValueError(
+                    f"state lives in {x.sharding}, which is not on the devices of this training's mesh, {mesh}. "
+                    "Bring its parameters over with init(other.whole(state))."
+                )
+
     def _run(self, state: TrainState, batch: Any, fn: Callable[..., Any] | None, *, parts: int) -> Loss:
         shapes = shapes_of(batch)
         cached = fn, parts, tuple(jax.tree.leaves(shapes)), jax.tree.structure(shapes)
         if cached not in self._compiled:
-            self._compiled[cached] = self._compile(shapes, fn, parts)
+            rest = "what is left of a batch that does not divide by the devices" if parts == 1 else "one device's part"
+            with noted(f"evaluate was running the function on {rest}."):
+                self._compiled[cached] = self._compile(shapes, fn, parts)
         spec = P(BATCH_AXES) if parts > 1 else P()
         batch = jax.device_put(batch, NamedSharding(self.setup.program.mesh, spec))
         key = jax.random.fold_in(state.key, state.step)
@@ -60,7 +80,8 @@ class Evaluation:
 
         def device_sums(params, extra, batch, key):
             held = held_params(program, gathered_for_step(program, params), None)
-            key = jax.random.fold_in(key, device_index(program))
+            # Where all compute the same examples they draw alike, by a number that no device has.
+            key = jax.random.fold_in(key, device_index(program) if parts > 1 else program.mesh.size)
             sums, _ = traced(program.choices, held, batch, key, extra)
             sums = Loss(sums.total.astype(jnp.float32), sums.weight, dict(sums.metrics))
             # What is not split, every device has computed in full.
@@ -77,15 +98,9 @@ class Evaluation:
         return jax.jit(mapped)
 
 
-def _size(batch: Any) -> int:
-    sizes = {jnp.shape(x)[0] if jnp.ndim(x) else 0 for x in jax.tree.leaves(batch)}
-    if len(sizes) != 1 or 0 in sizes:
-        raise ValueError(f"the leaves of batch have the first dims {sizes}; all must have the same, above 0.")
-    return sizes.pop()
-
-
 def whole(params: Any) -> Any:
     """A tree of sharded arrays as numpy arrays, brought to the host leaf by leaf. PRNG keys stay JAX arrays."""
+    check_alive(params)
 
     def fetch(x):
         return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x)

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
+from jax.extend.core.primitives import copy_p
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
+
+from jaxshard.mesh import unplaced
 
 INLINED = ("jit", "pjit", "closed_call", "core_call")
 REMAT = ("remat2", "remat", "checkpoint")
@@ -44,23 +48,31 @@ COLLECTIVES = {
 def trace(fn: Callable[..., Any], mesh: Mesh, axis_name: str | None, *args: Any) -> tuple[ClosedJaxpr, Any]:
     """The jaxpr of ``fn(*args)`` as one device of `mesh` runs it, and the shapes of its result.
 
-    args: pytrees of ShapeDtypeStructs with the shapes that one device sees. The function is traced under an abstract
-    `shard_map`, where the mesh axes have names. `axis_name` is one more name, for all batch axes together, that the
-    function may use; it is replaced by them in the result.
+    args: pytrees of ShapeDtypeStructs with the shapes that one device sees. The mesh axes have names, as in
+    `shard_map`; `axis_name` is one more, for all batch axes together, and is replaced by them in the result. One
+    device's part has no layout: no mesh is set, so frameworks find none to constrain to, and sharding constraints that
+    bring a mesh of their own are taken out.
+
+    An error of the function's own is raised as it is; one about the name of an axis has a note with those there are.
     """
-    axis_env = None if axis_name is None else [(axis_name, mesh.size)]
-    traced: list[tuple[ClosedJaxpr, Any]] = []
-
-    def under_shard_map():
+    names = list(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    names += [] if axis_name is None else [(axis_name, mesh.size)]
+    with unplaced():
         # A fresh function: JAX caches traces by the function's identity.
-        closed, shapes = jax.make_jaxpr(lambda *a: fn(*a), return_shape=True, axis_env=axis_env)(*args)
-        if axis_name is not None:
-            index = jax.make_jaxpr(jax.jit(lambda: jax.lax.axis_index(mesh.axis_names)))().jaxpr.eqns[0]
-            closed = ClosedJaxpr(_rename_axis(closed.jaxpr, axis_name, mesh.axis_names, index), closed.consts)
-        traced.append((closed, shapes))
-
-    jax.eval_shape(jax.shard_map(under_shard_map, mesh=mesh.abstract_mesh, in_specs=(), out_specs=P(), check_vma=False))
-    return traced[0]
+        try:
+            closed, shapes = jax.make_jaxpr(lambda *a: fn(*a), return_shape=True, axis_env=names)(*args)
+        except NameError as error:
+            if error.name is None:  # Python's own errors say which variable has no value; JAX's speak of an axis.
+                error.add_note(
+                    f"loss_fn: the mesh has the axes {mesh.axis_names}. A model's own name for all of them together "
+                    f"is given as axis_name=; it is {axis_name!r}."
+                )
+            raise
+        index = jax.make_jaxpr(jax.jit(lambda: lax.axis_index(mesh.axis_names)), axis_env=names)().jaxpr.eqns[0]
+    jaxpr = _rewritten(closed.jaxpr, _without_constraint)
+    if axis_name is not None:
+        jaxpr = _rewritten(jaxpr, partial(_with_axes, name=axis_name, axes=mesh.axis_names, index=index))
+    return ClosedJaxpr(jaxpr, closed.consts), shapes
 
 
 def evaluate(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
@@ -235,39 +247,49 @@ def _asks_where_it_is(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in PER_DEVICE or any(contains(sub, PER_DEVICE) for sub in subjaxprs(eqn))
 
 
-def _rename_axis(jaxpr: Jaxpr, name: str, axes: tuple[str, ...], index: JaxprEqn) -> Jaxpr:
-    """The same program with the axis `name` replaced by `axes`, in every collective at any depth.
+def _rewritten(jaxpr: Jaxpr, rule: Callable[[JaxprEqn], JaxprEqn]) -> Jaxpr:
+    """The same program with a rule applied to each equation at any depth, outermost first."""
+
+    def inside(value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return type(value)(inside(v) for v in value) if _holds_programs(value) else value
+        if isinstance(value, Jaxpr):
+            return _rewritten(value, rule)
+        if isinstance(value, ClosedJaxpr):
+            return ClosedJaxpr(_rewritten(value.jaxpr, rule), value.consts)
+        return value
+
+    eqns = [rule(eqn) for eqn in jaxpr.eqns]
+    return jaxpr.replace(
+        eqns=[eqn.replace(params={key: inside(value) for key, value in eqn.params.items()}) for eqn in eqns]
+    )
+
+
+def _without_constraint(eqn: JaxprEqn) -> JaxprEqn:
+    """A sharding constraint as the identity, on a shard as well."""
+    return eqn.replace(primitive=copy_p, params={}) if eqn.primitive.name == "sharding_constraint" else eqn
+
+
+def _with_axes(eqn: JaxprEqn, *, name: str, axes: tuple[str, ...], index: JaxprEqn) -> JaxprEqn:
+    """An equation with the axis `name` replaced by `axes`.
 
     index: an equation whose result is the device's index along all `axes` (the primitive itself takes one axis only).
     """
-
-    def renamed(value: Any) -> Any:
-        if isinstance(value, tuple | list):
-            return type(value)(renamed(v) for v in value) if _holds_programs(value) else value
-        if isinstance(value, Jaxpr):
-            return _rename_axis(value, name, axes, index)
-        if isinstance(value, ClosedJaxpr):
-            return ClosedJaxpr(_rename_axis(value.jaxpr, name, axes, index), value.consts)
-        return value
-
-    def rename_in(eqn: JaxprEqn) -> JaxprEqn:
-        if eqn.primitive.name == "axis_index" and axes_of(eqn) == (name,):
-            return index.replace(outvars=eqn.outvars)
-        params = {key: renamed(value) for key, value in eqn.params.items()}
-        if eqn.primitive.name in ("custom_vjp_call", "custom_jvp_call") and any(
-            name in axes_of(site.eqn) for sub in subjaxprs(eqn) for site in walk(sub)
-        ):
-            raise NotImplementedError(
-                f"axis_name={name!r} is used inside a custom derivative rule, where it cannot be replaced by {axes}. "
-                f"Name the axes {axes} there instead."
-            )
-        for key in ("axes", "axis_name"):
-            if key in params and name in axes_of(eqn):
-                old = params[key] if isinstance(params[key], tuple) else (params[key],)
-                params[key] = tuple(a for axis in old for a in (axes if axis == name else (axis,)))
-        return eqn.replace(params=params)
-
-    return jaxpr.replace(eqns=[rename_in(eqn) for eqn in jaxpr.eqns])
+    if eqn.primitive.name == "axis_index" and axes_of(eqn) == (name,):
+        return index.replace(outvars=eqn.outvars)
+    if eqn.primitive.name in ("custom_vjp_call", "custom_jvp_call") and any(
+        name in axes_of(site.eqn) for sub in subjaxprs(eqn) for site in walk(sub)
+    ):
+        raise NotImplementedError(
+            f"axis_name={name!r} is used inside a custom derivative rule, where it cannot be replaced by {axes}. "
+            f"Name the axes {axes} there instead."
+        )
+    params = dict(eqn.params)
+    for key in ("axes", "axis_name"):
+        if key in params and name in axes_of(eqn):
+            old = params[key] if isinstance(params[key], tuple) else (params[key],)
+            params[key] = tuple(a for axis in old for a in (axes if axis == name else (axis,)))
+    return eqn.replace(params=params)
 
 
 def _holds_programs(value: tuple | list) -> bool:

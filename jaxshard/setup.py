@@ -13,12 +13,22 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxshard.checks import (
+    check_batch,
+    check_optimizer,
+    check_params,
+    differences,
+    kind_of,
+    noted,
+    real_number,
+    whole_number,
+)
 from jaxshard.gather import Choices, body_remat
 from jaxshard.loss import LossFunction, loss_function
-from jaxshard.mesh import axis_sizes, size_over
+from jaxshard.mesh import axis_sizes, settled, size_over
 from jaxshard.precision import Precision, cast_floats
 from jaxshard.program import Program, TracedLoss, trace_loss
-from jaxshard.specs import check_batch, layout, split_axes
+from jaxshard.specs import layout, split_axes, warn_of_whole_leaves
 from jaxshard.state import StateLayout, TrainState, born_sharded, check_shapes, placed, state_layout
 from jaxshard.strategy import BATCH_AXES, Strategy, name_of
 
@@ -46,12 +56,13 @@ class Setup:
 
     def program_for(self, batch: Any) -> Program:
         """The program for a global batch: traced already for the example's shapes, anew for others."""
-        if shapes_of(batch) == self.batch:
-            return self.program
         check_batch(batch, self.parts)
-        return replace(
-            self.program, loss=self.trace(self.loss, batch, self.program.mesh.size * self.program.accumulate)
-        )
+        shapes = shapes_of(batch)
+        if shapes == self.batch:
+            return self.program
+        with noted(f"This batch is another than parallelize was given: {differences(shapes, self.batch)}."):
+            traced = self.trace(self.loss, shapes, self.program.mesh.size * self.program.accumulate)
+        return replace(self.program, loss=traced)
 
     def trace(self, loss: LossFunction, batch: Any, parts: int) -> TracedLoss:
         """Traces a loss on one of `parts` equal parts of a batch."""
@@ -67,6 +78,7 @@ class Setup:
 
     def initial_state(self, init: Any, key: jax.Array | None) -> TrainState:
         """The state at step 0, from a function of a key or from existing arrays. See `Training.init`."""
+        mesh = self.program.mesh
         if key is not None and not isinstance(key, jax.Array):
             raise TypeError(f"init(..., key): the key is a {type(key).__name__}; pass jax.random.key(0), or the like.")
         if _is_function(init):
@@ -77,11 +89,12 @@ class Setup:
                 return split_extra(_arrays(init(key)), self.loss)
 
             self._check_given(jax.eval_shape(make, key))
-            return born_sharded(self.program, self.optimizer, self.where, make, key)
+            key = jax.device_put(key, self.where.shardings.key)  # from wherever it lives
+            return settled(mesh, born_sharded(self.program, self.optimizer, self.where, make, key))
         given = split_extra(_arrays(init), self.loss)
         self._check_given(given)
-        key = jax.random.key(0) if key is None else key
-        return placed(self.program, self.optimizer, self.where, *given, key)
+        key = jax.device_put(jax.random.key(0) if key is None else key, self.where.shardings.key)
+        return settled(mesh, placed(self.program, self.optimizer, self.where, *given, key))
 
     def _check_given(self, given: tuple[Any, Any]) -> None:
         casts = self.program.precision.params is not None
@@ -91,6 +104,7 @@ class Setup:
 
 def _arrays(tree: Any) -> Any:
     """Python scalars as arrays of the dtype they have in shapes."""
+    check_params(tree, "the parameters given to init")
     return jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x, jnp.result_type(x)), tree)
 
 
@@ -108,12 +122,17 @@ def setup(
     remat: Any,
     trainable: Any,
     whole_budget: float,
+    warn_whole: float,
     axis_name: str | None,
     compiler_options: Mapping[str, str],
 ) -> Setup:
     """Checks every choice and traces the loss. The arguments are those of `parallelize`, all given."""
     sizes = axis_sizes(mesh)
-    _check(strategy, sizes, accumulate, clip, optimizer)
+    _check(strategy, sizes)
+    accumulate = whole_number("accumulate", accumulate, "the number of microbatches per step")
+    clip = None if clip is None else _norm(clip)
+    whole_budget = real_number("whole_budget", whole_budget, "a fraction, 0 or more")
+    warn_whole = real_number("warn_whole", warn_whole, "a fraction of the parameters' bytes, 0 or more")
     if not isinstance(precision, Precision):
         raise TypeError(f"precision={precision!r}: pass jaxshard.Precision(compute='bfloat16'), or the like.")
     if axis_name is not None and (not isinstance(axis_name, str) or axis_name in mesh.axis_names):
@@ -147,6 +166,9 @@ def setup(
         ),
         deferred=strategy.defers(accumulate),
     )
+    check_optimizer(optimizer, program.learning(stored))
+    if program.pieces > 1:
+        warn_of_whole_leaves(program.layout, strategy, warn_whole)
     return Setup(
         loss=loss,
         optimizer=optimizer,
@@ -196,7 +218,7 @@ def split_extra(given: Any, loss: LossFunction) -> tuple[Any, Any]:
     if not (isinstance(given, tuple) and len(given) == 2):
         raise TypeError(
             f"{loss.name} takes `extra`, so params (or what init_fn returns) must be the pair (params, extra); "
-            f"it is a {type(given).__name__}."
+            f"it is {kind_of(given)}."
         )
     return given
 
@@ -207,24 +229,32 @@ def _is_function(x: Any) -> bool:
 
 
 def _param_shapes(params: Any) -> Any:
-    if _is_function(params):
-        # A fresh function: JAX caches traces by the function's identity.
-        return jax.eval_shape(lambda key: params(key), jax.eval_shape(lambda: jax.random.key(0)))
-    return shapes_of(params)
+    if not _is_function(params):
+        check_params(params)
+        return shapes_of(params)
+
+    # A fresh function: JAX caches traces by the function's identity.
+    def made(key):
+        with noted("params= is a function, so it is called with one PRNG key, as init_fn(key)."):
+            result = params(key)
+        check_params(result, "params=, called with a key")
+        return result
+
+    return jax.eval_shape(made, jax.eval_shape(lambda: jax.random.key(0)))
 
 
-def _check(strategy: Strategy, sizes: Mapping[str, int], accumulate: int, clip: float | None, optimizer: Any) -> None:
+def _check(strategy: Strategy, sizes: Mapping[str, int]) -> None:
     if sizes["replica"] < strategy.min_replicas:
         raise ValueError(
             f"{name_of(strategy)} wants at least {strategy.min_replicas} replicas, and the mesh has "
             f"{' x '.join(f'{axis}={size}' for axis, size in sizes.items())}. "
             f"Use make_mesh(replica={strategy.min_replicas}), or zero3 for a mesh with one replica."
         )
-    if not isinstance(accumulate, int) or accumulate < 1:
-        raise ValueError(f"accumulate={accumulate!r}: the number of microbatches per step, an int of 1 or more.")
-    if clip is not None and not clip > 0:
-        raise ValueError(f"clip={clip!r}: the largest global norm of the gradients, above 0, or None.")
-    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-        raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}; pass an optax optimizer, such as optax.adamw(3e-4)."
-        )
+
+
+def _norm(clip: Any) -> float:
+    meaning = "the largest global norm of the gradients, above 0, or None"
+    norm = real_number("clip", clip, meaning)
+    if not norm > 0:
+        raise ValueError(f"clip={clip}: {meaning}.")
+    return norm

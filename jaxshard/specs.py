@@ -7,7 +7,8 @@ strategy. So strategies can be compared leaf by leaf, and those that reduce at t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,6 +124,35 @@ def _leaf(path: str, x: Any, sliced: set[int], pieces: int, trainable: bool) -> 
     return Leaf(path=path, shape=tuple(x.shape), dtype=x.dtype, dim=dim, trainable=trainable, whole_because=because)
 
 
+class WholeLeavesWarning(UserWarning):
+    """More of the parameters stays whole on every device than the bound allows."""
+
+
+def warn_of_whole_leaves(tree_layout: Any, strategy: Strategy, bound: float) -> None:
+    """Warns with a `WholeLeavesWarning` that names them if whole leaves are more than `bound` of all bytes.
+
+    A strategy that splits nothing keeps all of them whole, and has nothing to warn of. Raises ValueError for a
+    negative bound.
+    """
+    if not bound >= 0:
+        raise ValueError(f"warn_whole={bound}: a fraction of the parameters' bytes, 0 or more (1 never warns).")
+    leaves = jax.tree.leaves(tree_layout)
+    whole = sorted((leaf for leaf in leaves if leaf.dim is None), key=lambda leaf: -leaf.bytes)
+    size, total = sum(leaf.bytes for leaf in whole), sum(leaf.bytes for leaf in leaves)
+    if not strategy.opt.axes or size <= bound * total:
+        return
+    said = [f"  {leaf.path} {leaf.dtype}{list(leaf.shape)}, {leaf.bytes:,} B: {leaf.whole_because}" for leaf in whole]
+    more = [f"  and {len(whole) - 8} smaller ones"] if len(whole) > 8 else []
+    warnings.warn(
+        f"{len(whole)} of {len(leaves)} leaves of params, {size:,} of {total:,} B ({size / total:.1%}), stay whole on "
+        f"every device, more than warn_whole={bound:g}:\n"
+        + "\n".join([*said[:8], *more])
+        + "\nChange those sizes, or the number of devices along shard=, or raise warn_whole.",
+        WholeLeavesWarning,
+        stacklevel=4,  # the call of parallelize
+    )
+
+
 def _trainable(trainable: Any, params: Any) -> list[bool]:
     named = jax.tree_util.tree_leaves_with_path(params)
     if trainable is None:
@@ -208,19 +238,3 @@ def bytes_per_device(tree_layout: Any, placement: Placement, mesh: Mesh) -> int:
     """What one device holds of these leaves."""
     pieces = size_over(mesh, placement.axes)
     return sum(leaf.bytes // (pieces if leaf.dim is not None else 1) for leaf in jax.tree.leaves(tree_layout))
-
-
-def check_batch(batch: Any, parts: Mapping[str, int]) -> None:
-    """Raises ValueError unless every leaf has the same leading size, divisible by all `parts` (named factors)."""
-    named = jax.tree_util.tree_leaves_with_path(batch)
-    if not named:
-        raise ValueError("batch has no arrays; pass a pytree of arrays whose first dim is the global batch.")
-    sizes = {path_of(path): int(jnp.shape(x)[0]) if jnp.ndim(x) else 0 for path, x in named}
-    if len(set(sizes.values())) > 1:
-        raise ValueError(f"the leaves of batch disagree in their first dim, which is the global batch: {sizes}.")
-    size, divisor = next(iter(sizes.values())), math.prod(parts.values())
-    if size == 0 or size % divisor:
-        said = " x ".join(f"{name}={count}" for name, count in parts.items())
-        below, above = size // divisor * divisor, (size // divisor + 1) * divisor
-        near = f"{below} or {above}" if below else f"{above}"
-        raise ValueError(f"a batch of {size} does not divide by {said} = {divisor}; the nearest sizes that do: {near}.")

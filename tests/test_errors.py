@@ -1,40 +1,23 @@
-"""Every error says what is wrong with its numbers, what is valid, and what to do."""
+"""Every error says what is wrong with its numbers, what is valid, and what to do: choices, parameters, states."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from jax.sharding import Mesh
-from oracle import FORMS, batches, mesh_of
+from jax.sharding import AbstractMesh, Mesh
+from mistakes import BATCH, PARAMS, error, literal, square, training_for
+from oracle import mesh_of
 
 import jaxshard as js
 from jaxshard import Placement, Precision, Strategy
 from jaxshard.mesh import axis_sizes
 from jaxshard.step import _check_donation
 from jaxshard.strategy import SPLIT, WHOLE, named
-
-SCAN = FORMS[0]
-BATCH = batches(1, 48)[0]
-SGD = optax.sgd(0.1)
-
-
-def error(kind: type[Exception], *parts: str):
-    """Expects an error whose message has all these parts, in this order."""
-    return pytest.raises(kind, match="(?s)" + ".*".join(parts))
-
-
-def training_for(
-    loss: Any = SCAN.loss, optimizer: Any = SGD, *, params=SCAN.init, batch=BATCH, mesh=(1, 8), **choices
-) -> Any:
-    return js.parallelize(loss, optimizer, params=params, batch=batch, mesh=mesh_of(*mesh), **choices)
-
 
 # Strategies
 
@@ -92,6 +75,8 @@ def test_strategy_names():
         named("zero4")
     with error(ValueError, "'quite different'", "choose one of dp"):
         training_for(strategy="quite different")
+    with error(TypeError, "strategy is a Placement", "jaxshard.Strategy", "zero3"):
+        training_for(strategy=Placement())
 
 
 # Meshes
@@ -113,7 +98,15 @@ def test_a_mesh_without_our_axes():
     with error(ValueError, r"\('data',\)", "replica", "shard", "make_mesh"):
         axis_sizes(mesh)
     with error(ValueError, r"\('data',\)", "make_mesh"):
-        js.parallelize(SCAN.loss, SGD, params=SCAN.init, batch=BATCH, mesh=mesh)
+        training_for(mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    "mesh", [jax.devices, lambda: AbstractMesh((1, 8), ("replica", "shard")), lambda: {"shard": 8}]
+)
+def test_what_is_no_mesh(mesh):
+    with error(TypeError, "mesh is an? (list|AbstractMesh|dict)", "jax.sharding.Mesh", "make_mesh"):
+        training_for(mesh=mesh())
 
 
 def test_devices_that_come_too_late():
@@ -130,31 +123,50 @@ def test_hsdp_wants_replicas():
         training_for(strategy="hsdp")
 
 
-@pytest.mark.parametrize("accumulate", [0, -1, 1.5])
-def test_accumulate(accumulate):
-    with error(ValueError, f"accumulate={accumulate}", "1 or more"):
-        training_for(accumulate=accumulate)
+NORM, FRACTION = "largest global norm.*above 0, or None", "a fraction, 0 or more"
+CHOICES = [
+    ({"accumulate": 0}, ValueError, "accumulate=0: the number of microbatches per step, an int of 1 or more"),
+    ({"accumulate": -1}, ValueError, "accumulate=-1"),
+    ({"accumulate": 2.0}, TypeError, "accumulate=2.0 is a float: the number of microbatches"),
+    ({"accumulate": True}, TypeError, "accumulate=True is a bool"),
+    ({"accumulate": "2"}, TypeError, "accumulate='2' is a str"),
+    ({"accumulate": 3}, ValueError, "batch of 16.*accumulate=3 = 24.*: 24. Or keep it, with accumulate=1 or 2"),
+    ({"clip": 0}, ValueError, f"clip=0: the {NORM}"),
+    ({"clip": -1.0}, ValueError, "clip=-1.0"),
+    ({"clip": float("nan")}, ValueError, "clip=nan"),
+    ({"clip": "1"}, TypeError, f"clip='1' is a str: the {NORM}"),
+    ({"clip": True}, TypeError, "clip=True is a bool"),
+    ({"clip": np.ones(2)}, TypeError, r"clip=.* is an array of shape \(2,\)"),
+    ({"whole_budget": -1}, ValueError, f"whole_budget=-1.*{FRACTION}"),
+    ({"whole_budget": float("nan")}, ValueError, f"whole_budget=nan.*{FRACTION}"),
+    ({"whole_budget": "a"}, TypeError, f"whole_budget='a' is a str: {FRACTION}"),
+    ({"whole_budget": None}, TypeError, "whole_budget=None"),
+    ({"remat": "some"}, ValueError, "remat='some'.*'none', 'full', 'dots'"),
+    ({"precision": "bf16"}, TypeError, r"precision='bf16': pass jaxshard.Precision\(compute='bfloat16'\)"),
+    ({"trainable": {"head": True}}, ValueError, "trainable is a mask of structure.*head.*one bool"),
+    ({"trainable": {"b": 0, "w": 1}}, TypeError, r"trainable is a mask of \['int'\]; pass bools"),
+    ({"trainable": "w"}, ValueError, "trainable is a mask of structure.*predicate"),
+]
 
 
-@pytest.mark.parametrize("clip", [0, -1.0])
-def test_clip(clip):
-    with error(ValueError, f"clip={clip}", "above 0, or None"):
-        training_for(clip=clip)
+@pytest.mark.parametrize(("choice", "kind", "said"), CHOICES, ids=lambda x: str(x)[:24])
+def test_choices(choice, kind, said):
+    with error(kind, said):
+        training_for(**choice)
 
 
-def test_optimizer():
-    with error(TypeError, "optimizer is a float", "optax.adamw"):
-        training_for(optimizer=0.1)
+@pytest.mark.parametrize("two", [np.int32(2), np.uint8(2), np.array(2), jnp.int32(2)], ids=repr)
+def test_any_int_counts_microbatches(two):
+    accumulate = training_for(accumulate=two).setup.program.accumulate
+    assert accumulate == 2
+    assert type(accumulate) is int
 
 
-def test_remat():
-    with error(ValueError, "remat='some'", "'none', 'full', 'dots'"):
-        training_for(remat="some")
-
-
-def test_trainable_mask():
-    with error(ValueError, "trainable is a mask of structure", "head", "One bool|one bool"):
-        training_for(trainable={"head": True})
+@pytest.mark.parametrize("one", [1, np.float64(1), np.int64(1), np.array(1.0), jnp.bfloat16(1)], ids=repr)
+def test_any_real_number_is_a_norm_or_a_fraction(one):
+    made = training_for(clip=one, whole_budget=one).setup
+    assert made.clip == 1
+    assert type(made.clip) is float
 
 
 def test_precision():
@@ -174,109 +186,128 @@ def test_a_users_own_compiler_option_is_never_dropped_silently():
         training.built()
 
 
-# Losses
-
-
-def test_what_a_loss_function_is():
-    with error(TypeError, "loss_fn is a int", r"\(params, batch\) -> loss"):
-        training_for(7)
-    with error(TypeError, r"\['params', 'batch', 'rng'\]", r"key= and extra=", "Close over"):
-        training_for(lambda params, batch, rng: 0.0)
+# Parameters and states
 
 
 @pytest.mark.parametrize(
-    ("result", "said"),
+    ("leaf", "said"),
     [
-        (lambda: jnp.ones(3), r"an array of shape \(3,\)"),
-        (lambda: jnp.ones((), jnp.int32), "dtype int32"),
-        (lambda: (jnp.ones(()), {}), "a tuple"),
-        (lambda: None, "a NoneType"),
+        ("mlp", "name is a str"),
+        (jnp.tanh, "name is a "),
+        (object(), "name is an object"),
+        (np.array("mlp"), r"name is an array of shape \(\) and dtype <U3"),
     ],
+    ids=["a string", "a function", "an object", "an array of a string"],
 )
-def test_what_a_loss_is(result, said):
-    with error(TypeError, "loss of .*lambda", said, "float scalar", r"jaxshard.Loss\(total, weight\)"):
-        training_for(lambda params, batch: result())
+def test_a_leaf_that_is_no_array(leaf, said):
+    params = {**PARAMS, "name": leaf}
+    kept_out = r"every leaf must be a NumPy or JAX array.*equinox.partition.*nnx.split"
+    with error(TypeError, "params: ", said, kept_out):
+        training_for(params=params)
+    with error(TypeError, "params=, called with a key: ", said, kept_out):
+        training_for(params=lambda key: params)
+    with error(TypeError, "the parameters given to init: ", said, kept_out):
+        training_for().init(params)
+    with error(TypeError, "the parameters given to init: ", said, kept_out):
+        training_for().init(lambda key: params, jax.random.key(0))
 
 
-def test_what_a_loss_with_a_weight_holds():
-    one = lambda: jnp.ones(())
-    with error(TypeError, "Loss.total", r"shape \(2,\)"):
-        training_for(lambda params, batch: js.Loss(jnp.ones(2), one()))
-    with error(TypeError, "Loss.weight", r"shape \(2,\)", "scalar"):
-        training_for(lambda params, batch: js.Loss(one(), jnp.ones(2)))
-    with error(TypeError, r"Loss.metrics\['hits'\]", r"shape \(4,\)", "scalar"):
-        training_for(lambda params, batch: js.Loss(one(), one(), {"hits": jnp.ones(4)}))
+def test_parameters_are_a_function_of_a_key():
+    with error(TypeError, "2 were given|takes 0 positional|missing 1", "params= is a function.*one PRNG key"):
+        training_for(params=lambda: PARAMS)
+    with error(ZeroDivisionError, "params= is a function"):
+        training_for(params=lambda key: 1 / 0)
 
 
-def test_extra():
-    params = {"w": np.ones(8, np.float32)}
-    given = params, {"mean": np.zeros(8, np.float32)}
-
-    def with_extra(result):
-        def loss(params, batch, *, extra):
-            return result(jnp.sum(params["w"]), extra)
-
-        return loss
-
-    with error(TypeError, "loss takes `extra`", "pair", "dict"):
-        training_for(with_extra(lambda value, extra: (value, extra)), params=params)
-    with error(TypeError, "loss takes `extra`", r"\(loss, new_extra\)", "returned an array"):
-        training_for(with_extra(lambda value, extra: value), params=given)
-    with error(TypeError, "structure", "mean", "new", "same"):
-        training_for(with_extra(lambda value, extra: (value, {"new": extra["mean"]})), params=given)
-    with error(TypeError, "given mean of extra", r"float32\[8\]", r"float32\[2\]", "must stay"):
-        training_for(with_extra(lambda value, extra: (value, {"mean": extra["mean"][:2]})), params=given)
-
-
-def test_a_batch_axis_inside_a_custom_derivative():
-    mean = jax.custom_vjp(lambda x: jax.lax.pmean(x, "batch"))
-    mean.defvjp(lambda x: (mean(x), None), lambda _, g: (g,))
-    with error(NotImplementedError, "axis_name='batch'", "custom derivative", "replica"):
-        training_for(lambda params, batch: mean(SCAN.loss(params, batch)), axis_name="batch")
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda: jax.devices()[5],
+        lambda: jax.NamedSharding(mesh_of(2, 4), jax.P("shard")),
+        lambda: jax.NamedSharding(js.make_mesh(devices=jax.devices()[4:]), jax.P("shard")),
+    ],
+    ids=["another device", "another mesh", "a mesh of other devices"],
+)
+def test_parameters_that_live_elsewhere(place):
+    """They are copied to where this training wants them, and stay as they are."""
+    params = jax.device_put(PARAMS, place())
+    training = training_for(params=params)
+    state = training.init(params)
+    assert jax.tree.map(lambda x: x.sharding, state) == training.setup.where.shardings
+    jax.tree.map(np.testing.assert_array_equal, training.whole(state), PARAMS)
+    jax.tree.map(np.testing.assert_array_equal, params, PARAMS)
 
 
-# Batches and states
-
-
-def test_a_batch_that_does_not_divide():
-    with error(ValueError, "batch of 50", "replica=2 x shard=4 x accumulate=3 = 24", "48 or 72"):
-        training_for(batch=batches(1, 50)[0], mesh=(2, 4), accumulate=3)
-    with error(ValueError, "batch of 5 ", "= 8", "that do: 8"):
-        training_for(batch=batches(1, 5)[0])
-    training = training_for()
-    with error(ValueError, "batch of 50", "= 8", "48 or 56"):
-        training.step(training.init(SCAN.init, jax.random.key(0)), batches(1, 50)[0])
-
-
-def test_a_batch_that_is_none():
-    with error(ValueError, "no arrays", "pytree of arrays"):
-        training_for(batch={})
-    with error(ValueError, "disagree", "'targets': 8", "'tokens': 16"):
-        training_for(batch={"tokens": np.zeros((16, 4), np.int32), "targets": np.zeros((8, 4), np.int32)})
-    with error(ValueError, "disagree", "'tokens': 0"):
-        training_for(batch={"tokens": np.int32(3), "targets": np.zeros((8, 4), np.int32)})
-    training = training_for()
-    with error(ValueError, "first dims", "above 0"):
-        training.evaluate(training.init(SCAN.init, jax.random.key(0)), batches(1, 0)[0])
+def test_parameters_in_double_precision_become_what_jax_makes_of_them():
+    double = {name: x.astype(np.float64) for name, x in PARAMS.items()}
+    training = training_for(params=double)
+    for params in (double, PARAMS):
+        state = training.init(params)
+        assert state.params["w"].dtype == np.float32
+        jax.tree.map(np.testing.assert_array_equal, training.whole(state), PARAMS)
 
 
 def test_other_parameters_than_were_said():
     training = training_for()
     with error(ValueError, "needs the key"):
-        training.init(SCAN.init)
+        training.init(lambda key: PARAMS)
     with error(ValueError, "structure", "parallelize was given", "Pass what params= said"):
-        training.init({"head": np.zeros(3, np.float32)})
-    params = jax.jit(SCAN.init)(jax.random.key(0))
-    with error(ValueError, "head of the parameters", r"float32\[3\]", r"float32\[16, 32\]"):
-        training.init({**params, "head": np.zeros(3, np.float32)})
-    with error(ValueError, "head of the parameters", "int32", "float32"):
-        training.init({**params, "head": np.zeros((16, 32), np.int32)})
+        training.init({"w": PARAMS["w"]})
+    with error(ValueError, "w of the parameters", r"float32\[3\]", r"float32\[8, 8\]"):
+        training.init({**PARAMS, "w": np.zeros(3, np.float32)})
+    with error(ValueError, "w of the parameters", "int32", "float32"):
+        training.init({**PARAMS, "w": np.zeros((8, 8), np.int32)})
 
 
 def test_a_state_that_is_not_updated_in_place():
     training = training_for()
     built, state = training.built(), training.state_shapes
     _check_donation(built, state)
-    copied = SimpleNamespace(memory_analysis=lambda: SimpleNamespace(alias_size_in_bytes=100))
+    copied = SimpleNamespace(memory_analysis=lambda: SimpleNamespace(alias_size_in_bytes=8))
     with error(RuntimeError, r"\d+ of the state's \d+ bytes", "twice"):
         _check_donation(replace(built, compiled=copied), state)
+
+
+# States given to evaluate and whole
+
+
+def of_another_training(**choices):
+    training = training_for(**choices)
+    return training.init(choices.get("params", PARAMS))
+
+
+def test_a_state_that_is_none():
+    with error(TypeError, "state is a dict", "training.init"):
+        training_for().evaluate(PARAMS, BATCH)
+
+
+def test_a_state_of_other_parameters():
+    def without_bias(params, batch):
+        return square({**params, "b": 0}, batch)
+
+    state = of_another_training(loss=without_bias, params={"w": PARAMS["w"]})
+    with error(ValueError, *literal("state.params has the structure", "'b'", "init(other.whole(state))")):
+        training_for().evaluate(state, BATCH)
+    state = of_another_training(precision=Precision(params="bfloat16"), loss=lambda params, batch: jnp.float32(0))
+    with error(ValueError, *literal("state.params/b is bfloat16[8]", "is float32[8]", "init(other.whole(state))")):
+        training_for().evaluate(state, BATCH)
+
+
+def test_a_state_on_other_devices():
+    state = of_another_training(mesh=js.make_mesh(devices=jax.devices()[4:]))
+    training = training_for()
+    with error(ValueError, "state lives in", "not on the devices", r"init\(other.whole\(state\)\)"):
+        training.evaluate(state, BATCH)
+    brought = training.init(training.whole(state))
+    np.testing.assert_allclose(training.evaluate(brought, BATCH)["loss"], square(PARAMS, BATCH), rtol=1e-6)
+
+
+def test_a_state_that_a_step_has_reused():
+    """JAX would name one array, or end the process."""
+    training = training_for()
+    state = training.init(PARAMS)
+    training.step(state, BATCH)
+    with error(ValueError, "given to an earlier step", "Go on with"):
+        training.evaluate(state, BATCH)
+    with error(ValueError, "given to an earlier step"):
+        training.whole(state)

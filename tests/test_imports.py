@@ -13,6 +13,7 @@ ROOT = Path(jaxshard.__file__).parent
 ORDER = [
     "strategy",
     "mesh",
+    "checks",
     "loss",
     "precision",
     "jaxprs",
