@@ -73,8 +73,12 @@ class Setup:
         return NamedSharding(self.program.mesh, P(BATCH_AXES))
 
     def place(self, batch: Any) -> Any:
-        """A global batch, split over the batch axes."""
-        return jax.device_put(batch, self.batch_sharding())
+        """A global batch, split over the batch axes. Raises TypeError or ValueError for what cannot be."""
+        try:
+            return jax.device_put(batch, self.batch_sharding())
+        except (TypeError, ValueError):
+            check_batch(batch, self.parts)
+            raise
 
     def initial_state(self, init: Any, key: jax.Array | None) -> TrainState:
         """The state at step 0, from a function of a key or from existing arrays. See `Training.init`."""
