@@ -19,18 +19,17 @@ def parse(text: str, devices: int) -> Groups:
     """Groups of device numbers, from the text after ``replica_groups=``.
 
     Three notations: ``{{0,1},{2,3}}`` (``{}`` is all `devices`), ``[2,2]<=[4]`` or ``[2,2]<=[2,2]T(1,0)``, and
-    ``mesh['a'=2,'b'=2] {'b'}``, which may number its devices (``device_ids=``) and split an axis (``'b':(1)2``).
+    ``mesh['a'=2,'b'=2] {'b'}``, which may number its devices (``device_ids=([3,2,1,0])`` or ``([2,2]T(1,0))``) and
+    split an axis (``'b':(1)2``).
 
     Raises ValueError for another one.
     """
     if text.startswith("{"):
         listed = tuple(tuple(map(int, one.split(","))) for one in re.findall(r"\{([\d,]+)\}", text))
         return listed or (tuple(range(devices)),)
-    if iota := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-        shape, dims = _numbers(iota[1]), _numbers(iota[2])
-        order = _numbers(iota[3]) if iota[3] else range(len(dims))
-        return _tuples(np.arange(math.prod(dims)).reshape(dims).transpose(tuple(order)).reshape(shape))
-    if mesh := re.match(r"mesh\[([^\]]*)\](?:, device_ids=\(([^)]*)\))? \{([^}]*)\}", text):
+    if iota := re.match(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", text):
+        return _tuples(_iota(iota[2]).reshape(_numbers(iota[1])))
+    if mesh := re.match(r"mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}", text):
         return _mesh_groups(*mesh.groups())
     raise ValueError(f"replica_groups={text[:80]}: a notation that is not known here.")
 
@@ -39,13 +38,24 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", text)))
 
 
+def _iota(text: str) -> np.ndarray:
+    """``[2,4]T(1,0)``: the numbers from 0 on, as an array of these dims, in this order of dims."""
+    dims, _, order = text.partition("T")
+    counted = np.arange(math.prod(_numbers(dims))).reshape(_numbers(dims))
+    return counted.transpose(_numbers(order)) if order else counted
+
+
 def _tuples(groups: np.ndarray) -> Groups:
     return tuple(tuple(map(int, group)) for group in groups)
 
 
 def _mesh_groups(axes: str, device_ids: str | None, over: str) -> Groups:
     sizes = {name: int(size) for name, size in re.findall(r"'?([^',=]+)'?=(\d+)", axes)}
-    devices = np.asarray(_numbers(device_ids)) if device_ids else np.arange(math.prod(sizes.values()))
+    count = math.prod(sizes.values())
+    if device_ids is not None and "T" not in device_ids:
+        devices = np.array(_numbers(device_ids))
+    else:
+        devices = _iota(device_ids or f"[{count}]")
     # NAME, or the factor NAME:(BEFORE)SIZE of its size, with a product BEFORE of slower factors.
     parts = [
         (name, int(before or 1), int(size or sizes[name]))

@@ -38,7 +38,8 @@ def run(function: Callable[..., Any] | str, /, **arguments: Any) -> Any:
         result = Path(folder, "result.json")
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         done = subprocess.run(
-            [sys.executable, "-m", __name__, place, str(result)],
+            # -P: a script's folder is not searched for modules, and this one's has names of its own.
+            [sys.executable, "-P", __file__, place, str(result)],
             input=json.dumps(arguments),
             env=environment,
             text=True,
