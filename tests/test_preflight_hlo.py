@@ -128,6 +128,46 @@ def test_a_loop_whose_length_the_compiler_forgot_is_counted(name, source):
     assert "while" in {loop for one in unknown for loop in one.loops}
 
 
+LOOP = """
+%body (state: (s32[], f32[8])) -> (s32[], f32[8]) {{
+  %state = (s32[], f32[8]{{0}}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %step = s32[] constant({step})
+  %next = s32[] add(%i, %step)
+  %x = f32[8]{{0}} get-tuple-element(%state), index=1
+  %twice = f32[8]{{0}} add(%x, %x)
+  ROOT %new = (s32[], f32[8]{{0}}) tuple(%next, %twice)
+}}
+%condition (state.1: (s32[], f32[8])) -> pred[] {{
+  %state.1 = (s32[], f32[8]{{0}}) parameter(0)
+  %i.1 = s32[] get-tuple-element(%state.1), index=0
+  %ahead = s32[] constant({ahead})
+  %then = s32[] add(%i.1, %ahead)
+  %bound = s32[] constant({bound})
+  ROOT %more = pred[] compare(%then, %bound), direction=LT
+}}
+ENTRY %main (x.1: f32[8]) -> (s32[], f32[8]) {{
+  %x.1 = f32[8]{{0}} parameter(0)
+  %start = s32[] constant({start})
+  %begin = (s32[], f32[8]{{0}}) tuple(%start, %x.1)
+  ROOT %loop = (s32[], f32[8]{{0}}) while(%begin), condition=%condition, body=%body
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "step", "ahead", "bound"),
+    [(0, 1, 0, 7), (1, 2, 0, 8), (3, 2, 1, 8), (0, 3, 2, 7), (5, 1, 0, 5), (-2, 1, 0, 3)],
+)
+def test_the_length_of_a_counted_loop(start, step, ahead, bound):
+    expected, i = 0, start
+    while i + ahead < bound:
+        expected, i = expected + 1, i + step
+    text = LOOP.format(start=start, step=step, ahead=ahead, bound=bound)
+    (times,) = (site.times for site in walk(hlo.parse(text)) if site.instruction.name == "twice")
+    assert times == expected
+
+
 @pytest.mark.parametrize("source", SOURCES[:2])
 def test_where_a_collective_stands(source):
     (one,) = compiled_collectives(hlo.parse(text_of("nested", source)), SIZES)

@@ -83,6 +83,32 @@ def test_an_update_in_place_writes_what_it_updates():
     assert 2 * row.nbytes <= sum(one.bytes for one in done) <= 4 * row.nbytes + 64
 
 
+OPERATIONS = """
+ENTRY %main (x: f32[8,128], row: f32[1,128], at: s32[]) -> f32[8,128] {
+  %x = f32[8,128]{1,0} parameter(0)
+  %row = f32[1,128]{1,0} parameter(1)
+  %at = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  %taken = f32[1,128]{1,0} dynamic-slice(%x, %at, %zero), dynamic_slice_sizes={1,128}
+  %put = f32[8,128]{1,0} dynamic-update-slice(%x, %row, %at, %zero)
+  %sent-start = (f32[1,128]{1,0:S(5)}, f32[1,128]{1,0}, u32[]) copy-start(%taken)
+  %sent = f32[1,128]{1,0:S(5)} copy-done(%sent-start)
+  ROOT %double = f32[8,128]{1,0} add(%put, %put)
+}
+"""
+
+
+def test_operations_that_take_or_put_a_part():
+    row, whole = 128 * 4, 8 * 128 * 4
+    moved = {one.name: (one.bytes, one.host_bytes) for one in work(hlo.parse(OPERATIONS))}
+    assert moved == {
+        "taken": (2 * row, 0),
+        "put": (2 * row, 0),
+        "sent-start": (row, row),
+        "double": (3 * whole, 0),
+    }
+
+
 def test_memory_by_class():
     f = jax.jit(lambda x, y: (x + y, jnp.sum(y)), donate_argnums=0)
     x = jax.ShapeDtypeStruct((256, 4), "float32")

@@ -152,9 +152,6 @@ def _moved(module: Module, computation: Computation, one: Instruction) -> Iterab
             yield from _placed(_read(inner, parameter), operand.arrays)
         yield from _written(inner, inner.instructions[inner.root])
         return
-    if one.opcode == "copy-start":
-        yield from one.arrays[:2]  # to and from; the third is the transfer's own
-        return
     yield from _part(computation, one, operands)
 
 
