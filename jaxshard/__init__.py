@@ -6,7 +6,8 @@ from jaxshard.explain import Explanation
 from jaxshard.loss import Loss
 from jaxshard.mesh import force_cpu_devices, make_mesh
 from jaxshard.precision import Precision
-from jaxshard.state import TrainState
+from jaxshard.specs import WholeLeavesWarning
+from jaxshard.state import TrainState, init_layers
 from jaxshard.step import Training, parallelize
 from jaxshard.strategy import (
     DDP,
@@ -40,7 +41,9 @@ __all__ = [
     "Strategy",
     "TrainState",
     "Training",
+    "WholeLeavesWarning",
     "force_cpu_devices",
+    "init_layers",
     "make_mesh",
     "parallelize",
 ]

@@ -151,7 +151,8 @@ def expected_collectives(made: Setup) -> tuple[Collective, ...]:
             found[one] += count
 
     def may_reduce(name: str, way: Route, dim: int | None, size: int, dtype: Any, count: int, loops=()):
-        dtype = program.precision.reduce if jnp.issubdtype(dtype, jnp.floating) else dtype
+        size *= 1 + jnp.issubdtype(dtype, jnp.complexfloating)  # its two parts
+        dtype = program.precision.reduce if jnp.issubdtype(dtype, jnp.inexact) else dtype
         scatter = way.scatter if dim is not None else ()
         may("reduce_scatter", "reduce", name, scatter, dtype, size, count, loops)
         rest = tuple(axis for axis in sizes if axis in BATCH_AXES and axis not in scatter)
@@ -181,9 +182,8 @@ def expected_collectives(made: Setup) -> tuple[Collective, ...]:
         if leaf.trainable and leaf.dim is not None:
             piece = size // size_over(program.mesh, held)
             may("all_gather", "gather", name, updated[len(held) :], leaf.dtype, piece, 1)
-    averaged = [
-        (path, x) for path, x in jax.tree_util.tree_leaves_with_path(made.extra) if jnp.issubdtype(x.dtype, jnp.inexact)
-    ]
+    named = jax.tree_util.tree_leaves_with_path(made.extra)
+    averaged = [one for one, differs in zip(named, program.loss.extra_differs, strict=True) if differs]
     sums = len(jax.tree.leaves(program.loss.result[0]))
     may("all_reduce", "total", "items", BATCH_AXES, "float32", 1, sums)
     per_microbatch = int(program.precision.scaled) + bool(averaged)

@@ -23,7 +23,7 @@ from jaxshard.evaluate import Evaluation, whole
 from jaxshard.explain import Explanation, explain
 from jaxshard.gradients import Gradients, item_share, local_sums
 from jaxshard.loss import Loss
-from jaxshard.mesh import settled
+from jaxshard.mesh import settled, unplaced
 from jaxshard.setup import Setup
 from jaxshard.specs import Leaf
 from jaxshard.state import TrainState, check_not_donated
@@ -52,6 +52,7 @@ class DataParallel:
         """The state at step 0, on the first device. See `Training.init`."""
         return self.setup.initial_state(init_fn, key)
 
+    @unplaced()
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step; the state is donated. See `Training.step`."""
         check_not_donated(state)
@@ -62,6 +63,7 @@ class DataParallel:
         first = SingleDeviceSharding(self.mesh.devices.flat[0])
         return self._update(state, *jax.device_put((stacked, sums, extra), first))
 
+    @unplaced()
     def evaluate(self, state: TrainState, batch: Any, fn: Callable[..., Any] | None = None) -> dict[str, jax.Array]:
         """Loss and metrics of a batch of any size. See `Training.evaluate`."""
         return self._evaluation(self._broadcast(state), batch, fn)
@@ -99,6 +101,10 @@ class DataParallel:
         """Floats travel in the reduction's dtype."""
         return self.setup.program.precision.reduce if jnp.issubdtype(dtype, jnp.floating) else dtype
 
+    @property
+    def _options(self) -> dict[str, str]:
+        return {name: value for name, value in self.setup.compiler_options.items() if value is not None}
+
     def _broadcast(self, tree: Any) -> Any:
         return jax.device_put(tree, NamedSharding(self.mesh, P()))
 
@@ -117,7 +123,7 @@ class DataParallel:
             )
             return mapped(params, extra, key, scale, batch)
 
-        return jax.jit(gradients)
+        return jax.jit(gradients, compiler_options=self._options)
 
     def _device(self, program, params, extra, key, scale, batch) -> tuple[Any, Loss, Any]:
         grads, sums, extra = local_sums(program, params, extra, batch, key, scale)
@@ -148,4 +154,4 @@ class DataParallel:
             new = updated(program, self.setup.optimizer, self.setup.where, state, result, self.setup.clip)
             return new, step_metrics(result, new)
 
-        return jax.jit(update, donate_argnums=0)
+        return jax.jit(update, donate_argnums=0, compiler_options=self._options)

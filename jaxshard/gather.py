@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
@@ -102,7 +103,8 @@ def _interpret(
         else:
             results = evaluate(eqn, operands)
         values.update(zip(eqn.outvars, results, strict=True))
-    return [read(v) for v in jaxpr.outvars]
+    # A result may be a literal, and a literal a Python number. It stays a constant, of which a sum sends nothing.
+    return [np.asarray(v.val, v.aval.dtype) if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
 
 
 def _apply(eqn: JaxprEqn, operands: list[Any], varies: list[bool], choices: Choices, place: _Place) -> list[Any]:

@@ -122,21 +122,23 @@ def mean_dtype(dtype: Any) -> Any:
 
 
 def merge_extra(program: Program, extra: Any, new_extra: Any, weight: jax.Array) -> Any:
-    """One `extra` from all devices': floats become their mean weighted by items, other leaves agree already."""
-    if not any(jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(extra)):
+    """One `extra` from all devices': leaves that may differ become their mean weighted by items, others agree."""
+    if not any(program.loss.extra_differs):
         return new_extra
     items = collectives.total(weight, BATCH_AXES, program.sizes, "items")
 
-    def merge(path, old, new):
-        if not jnp.issubdtype(new.dtype, jnp.inexact):
-            return new
+    def merge(path, differs, old, new):
+        if not differs:
+            # Exactly as it is: the mean of a count, or of a decay, would drift by rounding.
+            return new if new.dtype == old.dtype else new.astype(old.dtype)
         dtype = mean_dtype(old.dtype)
         # A device without items has nothing to say, and what it says may be NaN.
         share = jnp.where(weight > 0, new.astype(dtype), 0) * weight.astype(dtype)
         summed = collectives.total(share, BATCH_AXES, program.sizes, f"extra/{path_of(path)}")
         return jnp.where(items > 0, (summed * item_share(items).astype(dtype)).astype(old.dtype), old)
 
-    return jax.tree_util.tree_map_with_path(merge, extra, new_extra)
+    differs = jax.tree.unflatten(jax.tree.structure(extra), program.loss.extra_differs)
+    return jax.tree_util.tree_map_with_path(merge, differs, extra, new_extra, is_leaf=lambda x: isinstance(x, bool))
 
 
 def _accumulate(program: Program, run: Callable[..., Any], zeros: Any, extra: Any, batch: Any) -> Any:

@@ -30,6 +30,14 @@ PER_DEVICE = (
     "all_to_all",
     "ragged_all_to_all",
 )
+ELEMENTWISE = frozenset(
+    """
+    abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp conj convert_element_type copy copy_p cos cosh
+    digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic
+    lt max min mul ne neg nextafter not or pow real reduce_precision rem round rsqrt select_n shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor
+    """.split()
+)
 COLLECTIVES = {
     "psum": "all_reduce",
     "psum_invariant": "all_reduce",
@@ -197,6 +205,18 @@ def walk(jaxpr: Jaxpr, around: Site | None = None) -> Iterator[Site]:
             site = replace(site, remats=site.remats + 1)
         for sub in subjaxprs(eqn):
             yield from walk(sub, site)
+
+
+def is_elementwise(jaxpr: Jaxpr) -> bool:
+    """Whether each element of every array comes from the same elements of others, and from scalars, alone."""
+
+    def local(eqn: JaxprEqn) -> bool:
+        shapes = {x.aval.shape for x in (*eqn.invars, *eqn.outvars)} - {()}
+        if eqn.primitive.name == "broadcast_in_dim":
+            return eqn.invars[0].aval.shape == ()
+        return not shapes or bool(subjaxprs(eqn)) or (eqn.primitive.name in ELEMENTWISE and len(shapes) == 1)
+
+    return all(local(site.eqn) for site in walk(jaxpr))
 
 
 def axes_of(eqn: JaxprEqn) -> tuple[str, ...]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxshard.strategy import BATCH_AXES, REPLICA, SHARD
 
@@ -73,6 +76,24 @@ def platform_of(mesh: Mesh) -> str:
     return mesh.devices.flat[0].platform
 
 
+@contextmanager
+def unplaced() -> Iterator[None]:
+    """Inside, no mesh is set, whatever the caller has set; sharding constraints may still name its axes."""
+    try:
+        around = jax.sharding.get_mesh()
+    except ValueError:  # in a `jit` of the caller, where a mesh can be covered but not put aside
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            yield
+        return
+    with ExitStack() as stack:
+        stack.enter_context(jax.set_mesh(None))
+        if not around.empty:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # JAX has no other way to name axes alone
+                stack.enter_context(automatic(around))
+        yield
+
+
 def settled(mesh: Mesh, result: Any) -> Any:
     """A result, waited for where devices are forced CPU ones.
 
@@ -86,7 +107,13 @@ def force_cpu_devices(count: int) -> None:
     """Makes this process see `count` CPU devices and nothing else: a mesh to test on.
 
     Must run before JAX is first used. Raises RuntimeError when that is too late.
+
+    Sets two environment variables unless they are set: PJRT_NPROC, so that XLA's pool has more threads than devices
+    (with fewer, batched LAPACK calls of all devices at once wait for each other for ever), and OPENBLAS_NUM_THREADS=1
+    (calls of eight devices, each with threads of its own, are fifty times slower, and can hang).
     """
+    os.environ.setdefault("PJRT_NPROC", str(max(2 * count, os.cpu_count() or 1)))
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)

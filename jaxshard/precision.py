@@ -19,7 +19,7 @@ class Precision:
     With ``compute="float16"`` the loss is scaled dynamically (Micikevicius et al. 2018, arXiv 1710.03740):
     from `initial_scale`, doubled after `growth_interval` steps without overflow, times `backoff` at each overflow.
 
-    Raises ValueError for a dtype that is no float.
+    Raises ValueError for a dtype that is no float, and for float16 reductions or sums of a loss that is not scaled.
     """
 
     params: str | None = None
@@ -44,6 +44,12 @@ class Precision:
                     f"Precision({field.name}={value!r}): a float dtype, such as 'float32', 'bfloat16' or 'float16'."
                 )
             object.__setattr__(self, field.name, dtype.name)
+        halves = [name for name in ("reduce", "accumulate") if getattr(self, name) == "float16"]
+        if halves and not self.scaled:
+            raise ValueError(
+                f"Precision({halves[0]}='float16', compute={self.compute!r}): sums over items overflow float16 (65504), "
+                "because only compute='float16' scales the loss. Use 'bfloat16' or 'float32', or compute in float16."
+            )
         if not (self.initial_scale > 0 and self.growth_interval > 0 and 0 < self.backoff < 1):
             raise ValueError(
                 f"Precision(initial_scale={self.initial_scale}, growth_interval={self.growth_interval}, "

@@ -30,6 +30,7 @@ class TracedLoss:
     closed: ClosedJaxpr
     varies: tuple[bool, ...]  # which of its flat inputs differ between devices: the batch and the key
     result: Any  # (Loss, new_extra) as ShapeDtypeStructs
+    extra_differs: tuple[bool, ...]  # which leaves of the new extra may differ between devices
 
     def __call__(self, choices: Choices, params: Any, batch: Any, key: Any, extra: Any) -> tuple[Loss, Any]:
         """Evaluates it; the leaves of params may be `Held`."""
@@ -65,7 +66,7 @@ def trace_loss(
             f"the leaves {differ} of extra are no floats and depend on the batch or the key, so devices would disagree "
             "about them and no mean exists. Make them floats, or let them depend on extra and params alone."
         )
-    return TracedLoss(closed=closed, varies=varies, result=shapes)
+    return TracedLoss(closed=closed, varies=varies, result=shapes, extra_differs=tuple(flags))
 
 
 @dataclass(frozen=True, kw_only=True)

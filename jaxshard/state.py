@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
+from jaxshard.mesh import unplaced
 from jaxshard.precision import LossScale, cast_floats, initial_loss_scale
 from jaxshard.program import Program
 from jaxshard.specs import optimizer_layout, path_of, sharding, shardings
@@ -101,6 +102,7 @@ def born_sharded(
     return jax.jit(make, out_shardings=where.shardings)(key)
 
 
+@unplaced()
 def placed(
     program: Program,
     optimizer: optax.GradientTransformation,
@@ -122,6 +124,17 @@ def placed(
         out_shardings=where.shardings,
         donate_argnums=(0, 1),
     )(params, extra, key)
+
+
+def init_layers(init_layer: Callable[[jax.Array], Any], key: jax.Array, layers: int) -> Any:
+    """The stacked parameters of `layers` layers, made one after the other, for use in an init function.
+
+    init_layer: a function of a key that returns one layer's parameters, of any shapes. Each leaf of the result has one
+    more dim, of size `layers`, in front. The values are those of ``jax.vmap(init_layer)(jax.random.split(key,
+    layers))``, but the temporaries are one layer's: orthogonal initialisers do not partition, and need up to four whole
+    copies of what they make. For a list of layers, take slices of the result.
+    """
+    return jax.lax.map(init_layer, jax.random.split(key, layers))
 
 
 def check_not_donated(state: TrainState) -> None:

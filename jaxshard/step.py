@@ -20,7 +20,7 @@ from jaxshard.dp import DataParallel
 from jaxshard.evaluate import Evaluation, whole
 from jaxshard.explain import Explanation, explain
 from jaxshard.gradients import Gradients, device_gradients
-from jaxshard.mesh import automatic, make_mesh, platform_of, settled
+from jaxshard.mesh import automatic, make_mesh, platform_of, settled, unplaced
 from jaxshard.precision import Precision
 from jaxshard.program import Program
 from jaxshard.setup import Setup, setup, shapes_of
@@ -43,6 +43,7 @@ def parallelize(
     remat: str | Callable[..., Any] = "none",
     trainable: Any = None,
     whole_budget: float = 0.01,
+    warn_whole: float = 0.02,
     axis_name: str | None = None,
     compiler_options: Mapping[str, str] | None = None,
 ) -> Training | DataParallel:
@@ -60,6 +61,8 @@ def parallelize(
     remat: for the bodies of scans over layers: ``"none"``, ``"full"``, ``"dots"`` or one of `jax.checkpoint_policies`.
     trainable: a predicate on the path (``blocks/mlp/kernel``), or a mask tree; by default every float and complex leaf.
     whole_budget: the smallest leaves stay whole while they cost less than this fraction of a device's share.
+    warn_whole: a `WholeLeavesWarning` names the leaves that stay whole if they are more than this fraction of all
+        parameters' bytes, under a strategy that splits.
     axis_name: a name the model uses for its batch axis, such as BatchNorm's.
     compiler_options: XLA options that win over the strategy's own; None as a value drops one.
 
@@ -79,6 +82,7 @@ def parallelize(
         remat=remat,
         trainable=trainable,
         whole_budget=whole_budget,
+        warn_whole=warn_whole,
         axis_name=axis_name,
         compiler_options=dict(compiler_options or {}),
     )
@@ -113,12 +117,14 @@ class Training:
 
         init_fn: a function of `key` that returns params (or ``(params, extra)``), run as one global computation whose
         values are the same on every mesh; or a pytree of existing arrays, which are copied. Initialisers that do not
-        partition (orthogonal) need up to four copies of their leaf while they run.
+        partition (orthogonal) need up to four copies of their leaf while they run: make stacked layers by
+        `init_layers`, one at a time.
 
         Raises ValueError when shapes differ from those given to `parallelize`.
         """
         return self.setup.initial_state(init_fn, key)
 
+    @unplaced()
     def step_fn(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step, pure and unjitted, for your own `jit`: ``(state, batch) -> (state, metrics)``."""
         program = self.setup.program_for(batch)
@@ -128,6 +134,7 @@ class Training:
         new = updated(program, self.setup.optimizer, self.setup.where, state, result, self.setup.clip)
         return new, step_metrics(result, new)
 
+    @unplaced()
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step. state is donated: use the one returned. batch: a global batch of numpy or JAX arrays.
 
@@ -137,8 +144,10 @@ class Training:
         Raises ValueError when the batch does not divide, or the state was given to a step before.
         """
         check_not_donated(state)
-        return settled(self.mesh, self.built(batch).compiled(state, self.setup.place(batch)))
+        batch = self.setup.place(_apart(batch, state))
+        return settled(self.mesh, self.built(batch).compiled(state, batch))
 
+    @unplaced()
     def evaluate(self, state: TrainState, batch: Any, fn: Callable[..., Any] | None = None) -> dict[str, jax.Array]:
         """Loss and metrics of a batch of any size, without a gradient.
 
@@ -151,6 +160,7 @@ class Training:
         """The parameters as numpy arrays, brought to the host leaf by leaf."""
         return whole(state.params)
 
+    @unplaced()
     def lower(self, batch: Any = None) -> Lowered:
         """The step, lowered for this mesh (of devices that exist, or of a compile-only target), not run."""
         return self._jitted().lower(self.state_shapes, self._batch_shapes(batch))
@@ -167,11 +177,13 @@ class Training:
             self._built[seen] = built
         return self._built[seen]
 
+    @unplaced()
     def explain(self) -> Explanation:
         """A table of leaves (where each lives, why, and what it costs) and every collective of one step."""
         left_out = {name: value for built in self._built.values() for name, value in built.left_out.items()}
         return explain(self.setup, self.contract(), left_out)
 
+    @unplaced()
     def contract(self) -> tuple[Collective, ...]:
         """Every collective of one step, counted in its jaxpr. Raises ContractError for one its strategy has not."""
         return self._contract
@@ -199,6 +211,12 @@ class Training:
         sharding = self.setup.batch_sharding()
         shapes = shapes_of(self.setup.batch if batch is None else batch)
         return jax.tree.map(lambda x: _with_sharding(x, sharding), shapes)
+
+
+def _apart(batch: Any, state: TrainState) -> Any:
+    """A batch without the state's own arrays: their memory is donated while the batch is read."""
+    own = {id(x) for x in jax.tree.leaves(state)}
+    return jax.tree.map(lambda x: jnp.copy(x) if id(x) in own else x, batch)
 
 
 def _with_sharding(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:

@@ -4,6 +4,9 @@ import os
 
 # Before jax is imported: a GPU test run sets JAX_PLATFORMS=cuda,cpu itself.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# As `jaxshard.force_cpu_devices` sets them, and why.
+os.environ.setdefault("PJRT_NPROC", "16")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import jax
 import pytest
