@@ -1,12 +1,10 @@
-"""Targets: their names, the facts of their devices, devices of one's own, and processes that can compile for them.
+"""Targets: their names, the facts of their devices, and devices of one's own.
 
 Oracle: the figures as they are published, written out here.
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -18,10 +16,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxshard as js
-from jaxshard.preflight import device, process, target
+from jaxshard.preflight import device, target
 from jaxshard.preflight.device import DeviceError, Link, known, load
 from jaxshard.preflight.facts import facts
-from jaxshard.preflight.process import ProcessError, run
 from jaxshard.preflight.target import TargetError, parse
 
 compiles = [
@@ -215,33 +212,10 @@ def test_the_text_that_xla_reads():
     )
 
 
-# Processes
-
-
 def test_without_the_compiler_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(target, "compiler_installed", lambda: False)
     with pytest.raises(TargetError, match=r"h100:8 needs XLA's GPU compiler.*jaxshard\[targets\].*jax\[cuda12\]"):
         parse("h100:8").devices()
-
-
-def test_a_function_in_a_process_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
-    assert run("os:getenv", key="JAX_PLATFORMS") == "cpu"
-    script = tmp_path / "script.py"
-    script.write_text("def double(x):\n    return {'twice': 2 * x}\n\nassert __name__ != '__main__'\n")
-    assert run(f"{script}:double", x=4) == {"twice": 8}
-    with pytest.raises(ProcessError, match=r"(?s)json:loads failed .*JSONDecodeError"):
-        run("json:loads", s="{")
-    with pytest.raises(ProcessError, match="os:_exit ended its process with code 3"):
-        run("os:_exit", status=3)
-
-
-def test_functions_that_no_other_process_can_find(monkeypatch):
-    assert process._place(parse) == "jaxshard.preflight.target:parse"
-    with pytest.raises(ValueError, match="define it with `def`"):
-        run(lambda: 1)
-    with pytest.raises(ValueError, match="define it with `def`"):
-        run(seen.__get__)
 
 
 # With the compiler
@@ -286,24 +260,3 @@ class TestCompiled:
         found = facts(training.lower().compile(), training.mesh)
         sent = [(one.kind, one.axes, one.bytes) for one in found.collectives if one.bytes > 64]
         assert sorted(sent) == [("all_gather", ("shard",), 64 * 64 * 4), ("reduce_scatter", ("shard",), 64 * 64 * 4)]
-
-    def test_a_process_that_looked_for_a_gpu(self, tmp_path):
-        """It is told so, and can still have it done in another."""
-        script = tmp_path / "script.py"
-        script.write_text(
-            "import jax\n"
-            "from jaxshard.preflight import process, target\n"
-            "def count():\n"
-            "    return len(target.parse('h100:2x8').devices())\n"
-            "if __name__ == '__main__':\n"
-            "    jax.devices()\n"
-            "    try:\n"
-            "        count()\n"
-            "    except target.TargetError as error:\n"
-            "        print(error)\n"
-            "    print('counted', process.run(count))\n"
-        )
-        environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path)}
-        done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=True)
-        assert "JAX looked for a GPU when it started" in done.stdout
-        assert "counted 16" in done.stdout
