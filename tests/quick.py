@@ -35,7 +35,6 @@ def quick(
         mesh=mesh_of(*mesh),
         strategy=strategy,
         whole_budget=0,
-        warn_whole=1,
         compiler_options=QUICK,
         **choices,
     )

@@ -63,8 +63,9 @@ def odd_loss(params, batch):
         + params["scalar"] * (batch["x"][:, params["integers"]][:, :10] @ params["ragged"])
     )
     y += jnp.mean(params["embed_whole"][batch["tokens"]], axis=1) + params["empty"].sum()
-    half = h.astype(jnp.float16) @ params["half"] + params["half_whole"]
-    brain = y.astype(jnp.bfloat16) @ params["brain"]
+    # No gradient goes back from halves, so that the other leaves' can be compared in float32.
+    half = lax.stop_gradient(h).astype(jnp.float16) @ params["half"] + params["half_whole"]
+    brain = lax.stop_gradient(y).astype(jnp.bfloat16) @ params["brain"]
     rest = jnp.sum(jnp.sin(params["prime"])) + batch["x"] @ params["frozen"]
     return sum(jnp.mean(jnp.square(jnp.tanh(wide(x)))) for x in (y, half, brain, rest))
 
@@ -100,7 +101,7 @@ def test_odd_leaves(strategy, mesh):
     state, metrics = training.step(state, BATCH)
     after, (value, grads) = training.whole(state), odd_gradients()
     assert jax.tree.structure(state.params) == jax.tree.structure(ODD)
-    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-4)
+    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-3)
     for name, before in ODD.items():
         assert (after[name].shape, after[name].dtype) == (before.shape, before.dtype)
         if name not in LEARNING:
@@ -111,11 +112,12 @@ def test_odd_leaves(strategy, mesh):
         moved = (before.astype(exact) - after[name].astype(exact)) / RATE
         if not before.size:
             continue
-        wanted, eps = np.asarray(grads[name]).astype(exact), float(jnp.finfo(before.dtype).eps)
-        scale = np.abs(wanted).max()
-        assert RATE * scale > 20 * eps * np.abs(before).max(), f"{name} hardly moved"
-        close = {"half": 2e-2, "half_whole": 2e-2, "brain": 5e-2}.get(name, 1e-3)
-        np.testing.assert_allclose(moved, wanted, rtol=0, atol=close * scale, err_msg=name)
+        wanted = np.asarray(grads[name]).astype(exact)
+        # What a parameter of this size can be rounded by, and that share of the gradient by which halves may differ.
+        rounded = float(jnp.finfo(before.dtype).eps) * np.abs(before).max() / RATE
+        close = {"half": 2e-2, "half_whole": 2e-2, "brain": 5e-2}.get(name, 1e-5) * np.abs(wanted).max()
+        assert np.abs(wanted).max() > 20 * rounded, f"{name} hardly moved"
+        np.testing.assert_allclose(moved, wanted, rtol=0, atol=close + rounded, err_msg=name)
 
 
 def check_bytes(leaves, placement, mesh):

@@ -73,9 +73,9 @@ def test_another_mask_for_every_device_microbatch_layer_and_step(mesh, accumulat
     assert abs(reference(mesh, accumulate).mean() - 0.5) < 0.05
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize(("strategy", "mesh"), EVERY, ids=str)
-def test_every_strategy_draws_the_same(strategy, mesh, accumulate):
+def test_every_strategy_draws_the_same(strategy, mesh):
+    accumulate = 1 if strategy in ("dp", "zero3") else 3
     training = quick(dropout(), PARAMS, BATCH, strategy, mesh, accumulate=accumulate)
     np.testing.assert_array_equal(masks(training, steps=2), reference(mesh, accumulate))
 
