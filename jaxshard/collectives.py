@@ -84,8 +84,8 @@ def gather(x: jax.Array, dim: int | None, axes: Sequence[str], sizes: Mapping[st
 def reduce(gradient: jax.Array, dim: int | None, route: Route, path: str) -> jax.Array:
     """The sum of a whole gradient over all batch axes; each device keeps its piece along `dim`.
 
-    Floats are cast to ``route.reduce_dtype`` before the wire; the result has that dtype. Complex numbers travel as their
-    two parts, because XLA's CPU compiler aborts the process over a collective of complex constants (jax 0.10 to 0.12).
+    Floats are cast to ``route.reduce_dtype`` before the wire; the result has that dtype. Complex numbers travel
+    as their two parts: XLA's CPU compiler aborts the process over a collective of complex constants (jax 0.10 to 0.12).
     """
     if jnp.iscomplexobj(gradient):
         parts = reduce(jnp.stack((gradient.real, gradient.imag), axis=-1), dim, route, path)

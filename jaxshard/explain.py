@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import jax
@@ -13,6 +13,7 @@ from jaxshard.mesh import axis_sizes, platform_of
 from jaxshard.setup import Setup
 from jaxshard.specs import Leaf, bytes_per_device
 from jaxshard.strategy import Placement, name_of
+from jaxshard.update_traffic import update_collectives
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,8 @@ class Explanation:
     """What a step holds and sends; ``str()`` prints it all.
 
     leaves: a row per parameter. bytes_per_device: by class (params, grads, opt, extra). contract: every collective of
-    a step. options: XLA options of the target. left_out: those that its compiler does not know.
+    a step. update: what the optimizer's update sends besides, as this compiler chose. options: XLA options of the
+    target. left_out: those that its compiler does not know.
     """
 
     strategy: str
@@ -43,13 +45,14 @@ class Explanation:
     leaves: tuple[LeafRow, ...]
     bytes_per_device: dict[str, int]
     contract: tuple[Collective, ...]
+    update: tuple[Collective, ...] = ()
     options: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
 
     @property
     def wire_bytes(self) -> int:
         """What each device sends in a step."""
-        return sum(one.wire_bytes for one in self.contract)
+        return sum(one.wire_bytes for one in (*self.contract, *self.update))
 
     def __str__(self) -> str:
         mesh = " x ".join(f"{axis}={size}" for axis, size in self.mesh.items())
@@ -67,24 +70,16 @@ class Explanation:
         ]
         header = ("leaf", "shape", "params", "grads", "opt", "B/device", "why whole")
         totals = [(name, f"{size:,} B") for name, size in self.bytes_per_device.items()]
-        sent = [
-            (
-                f"{one.count} x {one.kind}",
-                one.dtype,
-                f"{one.bytes:,} B",
-                " x ".join(one.axes),
-                " > ".join(one.loops) or "-",
-                f"{one.purpose} {one.leaf}".strip(),
-                f"{one.wire_bytes:,} B",
-            )
-            for one in self.contract
-        ]
+        besides = sum(one.wire_bytes for one in self.update)
         parts = [
             f"{self.strategy} on {mesh}",
             table(header, rows),
             "held by each device:\n" + table((), totals),
-            f"sent by each device in a step, {self.wire_bytes:,} B:\n"
-            + table(("collective", "dtype", "buffer", "over", "inside", "for", "on the wire"), sent),
+            f"sent by each device in a step, {self.wire_bytes - besides:,} B:\n" + _sent(self.contract),
+            f"the optimizer's update sends {besides:,} B more, because it is not elementwise; this compiler chose:\n"
+            + _sent(self.update)
+            if self.update
+            else "the optimizer's update sends nothing",
         ]
         if self.options:
             parts.append("XLA options:\n" + table((), list(self.options.items())))
@@ -93,6 +88,22 @@ class Explanation:
                 "XLA options that this compiler does not know, left out:\n" + table((), list(self.left_out.items()))
             )
         return "\n\n".join(parts)
+
+
+def _sent(collectives: Iterable[Collective]) -> str:
+    rows = [
+        (
+            f"{one.count} x {one.kind}",
+            one.dtype,
+            f"{one.bytes:,} B",
+            " x ".join(one.axes),
+            " > ".join(one.loops) or "-",
+            f"{one.purpose} {one.leaf}".strip(),
+            f"{one.wire_bytes:,} B",
+        )
+        for one in collectives
+    ]
+    return table(("collective", "dtype", "buffer", "over", "inside", "for", "on the wire"), rows)
 
 
 def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -114,6 +125,7 @@ def explain(made: Setup, contract: tuple[Collective, ...], left_out: Mapping[str
         leaves=tuple(_row(made, leaf) for leaf in jax.tree.leaves(program.layout)),
         bytes_per_device=_held(made),
         contract=contract,
+        update=update_collectives(made),
         options={name: value for name, value in options.items() if name not in left_out},
         left_out=dict(left_out),
     )

@@ -6,6 +6,7 @@ business. What remains to be known is the few names and parameters below; `scan`
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,12 +32,16 @@ PER_DEVICE = (
     "ragged_all_to_all",
 )
 ELEMENTWISE = frozenset(
-    """
-    abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp conj convert_element_type copy copy_p cos cosh
-    digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic
-    lt max min mul ne neg nextafter not or pow real reduce_precision rem round rsqrt select_n shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor
-    """.split()
+    re.findall(
+        r"\w+",
+        """
+        abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp conj convert_element_type copy
+        copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow
+        is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or pow real
+        reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign
+        sin sinh sqrt square stop_gradient sub tan tanh xor
+        """,
+    )
 )
 COLLECTIVES = {
     "psum": "all_reduce",

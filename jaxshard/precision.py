@@ -47,8 +47,9 @@ class Precision:
         halves = [name for name in ("reduce", "accumulate") if getattr(self, name) == "float16"]
         if halves and not self.scaled:
             raise ValueError(
-                f"Precision({halves[0]}='float16', compute={self.compute!r}): sums over items overflow float16 (65504), "
-                "because only compute='float16' scales the loss. Use 'bfloat16' or 'float32', or compute in float16."
+                f"Precision({halves[0]}='float16', compute={self.compute!r}): sums over items overflow float16 "
+                "(65504), because only compute='float16' scales the loss. Use 'bfloat16' or 'float32', or compute in "
+                "float16."
             )
         if not (self.initial_scale > 0 and self.growth_interval > 0 and 0 < self.backoff < 1):
             raise ValueError(

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxshard.preflight.groups import axes_between, axes_over, parse
+from jaxshard.compiled.groups import axes_between, axes_over, parse
 
 MESH = {"replica": 2, "shard": 4}
 WRITTEN = {

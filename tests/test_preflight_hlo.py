@@ -21,11 +21,12 @@ from oracle import FORMS, batches, mesh_of
 from test_programs import QUICK
 
 import jaxshard as js
+from jaxshard.compiled import hlo
+from jaxshard.compiled.traffic import compiled_collectives
+from jaxshard.compiled.walk import walk
 from jaxshard.contract import count_collectives
-from jaxshard.preflight import hlo, target
+from jaxshard.preflight import target
 from jaxshard.preflight.facts import facts
-from jaxshard.preflight.traffic import compiled_collectives
-from jaxshard.preflight.walk import walk
 from jaxshard.preflight.work import uncounted, work
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -12,7 +12,7 @@ from jax import lax
 from oracle import mesh_of
 from test_programs import QUICK
 
-from jaxshard.preflight import hlo
+from jaxshard.compiled import hlo
 from jaxshard.preflight.facts import facts
 from jaxshard.preflight.work import Work, work
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from jaxshard.compiled import hlo
+from jaxshard.compiled.traffic import compiled_collectives
 from jaxshard.contract import Collective
 from jaxshard.mesh import axis_sizes
-from jaxshard.preflight import hlo
 from jaxshard.preflight.memory import Memory, memory
-from jaxshard.preflight.traffic import compiled_collectives
 from jaxshard.preflight.work import Work, uncounted, work
 
 

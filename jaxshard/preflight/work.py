@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxshard.preflight.hlo import HOST, Array, Computation, Instruction, Module
-from jaxshard.preflight.walk import walk
+from jaxshard.compiled.hlo import HOST, Array, Computation, Instruction, Module
+from jaxshard.compiled.walk import walk
 
 # They only name values, or what they do is counted where they lead to.
 _FREE = {

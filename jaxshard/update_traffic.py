@@ -1,0 +1,65 @@
+"""What an optimizer's update sends: nothing if it is elementwise, else what the compiler chooses.
+
+Updates run over global arrays, so that norms and factored moments are right. What that takes stands in no jaxpr: the
+compiler adds it, and it is counted in the update compiled alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jaxshard.compiled.hlo import parse
+from jaxshard.compiled.traffic import compiled_collectives
+from jaxshard.contract import Collective
+from jaxshard.gradients import Gradients
+from jaxshard.jaxprs import is_elementwise
+from jaxshard.mesh import axis_sizes
+from jaxshard.setup import Setup
+from jaxshard.specs import sharding, shardings
+from jaxshard.update import apply_optimizer, updated
+
+
+def update_collectives(made: Setup) -> tuple[Collective, ...]:
+    """Every collective that the optimizer of a step makes the update send, as this mesh's compiler chooses.
+
+    Compiles the update, unless it is elementwise or nothing is split.
+    """
+    program, where = made.program, made.where
+    if program.pieces == 1 or not program.strategy.opt.axes:
+        return ()
+    state = jax.tree.map(_placed, where.shapes, where.shardings)
+    whole = sharding(P(), program.strategy.params, program.mesh)
+    scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)
+    result = Gradients(
+        grads=program.learning(
+            program.map(
+                lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at),
+                shardings(program.layout, program.strategy.opt, program.mesh),
+            )
+        ),
+        loss=scalar,
+        metrics={},
+        norm=scalar,
+        extra=state.extra,
+    )
+    learning = program.learning(state.params)
+    traced = jax.make_jaxpr(lambda p, o, r: apply_optimizer(made.optimizer, p, o, r, made.clip))
+    if is_elementwise(traced(learning, state.opt, result).jaxpr):
+        return ()
+
+    def update(state, result):
+        return updated(program, made.optimizer, where, state, result, made.clip)
+
+    compiled = jax.jit(update, out_shardings=where.shardings).lower(state, result).compile()
+    counted = compiled_collectives(parse(compiled.as_text()), axis_sizes(program.mesh))
+    ours = [one for one in counted if one.purpose == "gather"]  # of updated slices, which stand in the contract
+    return tuple(replace(one, purpose="update", leaf="") for one in counted if one not in ours)
+
+
+def _placed(x: Any, at: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
