@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from jaxshard.compiled import groups
+from jaxshard.compiled.hlo import Computation, Instruction, Module
+from jaxshard.compiled.walk import Site, walk
 from jaxshard.contract import Collective, names_in
-from jaxshard.preflight import groups
-from jaxshard.preflight.hlo import Computation, Instruction, Module
-from jaxshard.preflight.walk import Site, walk
 
 KINDS = {
     "all-reduce": "all_reduce",

@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from jaxshard.compiled.hlo import Computation, Instruction, Module
 from jaxshard.contract import loop_name
-from jaxshard.preflight.hlo import Computation, Instruction, Module
 
 
 @dataclass(frozen=True, kw_only=True)

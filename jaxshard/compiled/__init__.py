@@ -1,0 +1,1 @@
+"""What a compiled program runs and sends, read off its text."""
