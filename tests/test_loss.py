@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from oracle import FORMS, Model, Run, assert_close, batches, mesh_of, one_device, run
+from quick import EVERY, quick
 
 import jaxshard as js
 
@@ -241,3 +242,55 @@ def test_evaluation_leaves_the_state_alone():
     jax.tree.map(np.testing.assert_array_equal, training.whole(state), before)
     _, metrics = training.step(state, batch)
     np.testing.assert_allclose(metrics["loss"], first["loss"], rtol=1e-6)
+
+
+# Every strategy, by exact numbers
+
+COUNTS = np.zeros(24, np.float32)
+COUNTS[3:6] = [8, 0, 0]  # of the second device one microbatch has eight items
+COUNTS[21:] = [1, 0, 0]  # and of the last has one; every second and third microbatch has none anywhere
+SLOPE = np.arange(24, dtype=np.float32)
+
+
+def counted(params, batch, *, extra):
+    """A sum over items whose gradient is their slope; evaluation sees what `extra` says."""
+    items = jnp.sum(batch["items"])
+    losses = batch["slope"] * batch["items"] * (jnp.sum(params["w"]) / 8 + extra["shift"])
+    metrics = {"slopes": jnp.sum(batch["slope"] * batch["items"])}
+    return js.Loss(jnp.sum(losses), items, metrics), {"shift": extra["shift"] + 1}
+
+
+def counting(strategy, mesh, **choices):
+    given = {"w": np.ones((8, 8), np.float32)}, {"shift": np.float32(0)}
+    training = quick(counted, given, {"items": COUNTS, "slope": SLOPE}, strategy, mesh, **choices)
+    return training, training.init(given)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(("strategy", "mesh"), EVERY, ids=str)
+def test_eight_items_here_and_one_there(strategy, mesh, accumulate):
+    """(8 x 3 + 1 x 21) / 9 = 5; a mean of the devices' means is 12, and of nine parts that are mostly empty less."""
+    training, state = counting(strategy, mesh, accumulate=accumulate)
+    state, metrics = training.step(state, {"items": COUNTS, "slope": SLOPE})
+    np.testing.assert_allclose(1 - training.whole(state)["w"], 5 / 8, rtol=1e-6)
+    np.testing.assert_allclose(metrics["slopes"], 5, rtol=1e-6)
+    np.testing.assert_allclose(metrics["grad_norm"], 5, rtol=1e-6)
+    # Each microbatch moves `extra`, which the next one reads; only the first has items.
+    np.testing.assert_allclose(metrics["loss"], 5 * 8, rtol=1e-6)
+    assert state.extra["shift"] == accumulate
+
+
+@pytest.mark.parametrize(("strategy", "mesh"), EVERY, ids=str)
+def test_evaluation_reads_extra_and_leaves_it(strategy, mesh):
+    """19 examples are two for each device and three that are left; one alone is all that is left."""
+    training, state = counting(strategy, mesh)
+    state, _ = training.step(state, {"items": COUNTS, "slope": SLOPE})
+    shift, weight = float(state.extra["shift"]), float(training.whole(state)["w"].sum()) / 8
+    for batch in ({"items": SLOPE[:19], "slope": SLOPE[:19]}, {"items": SLOPE[3:4], "slope": SLOPE[3:4]}):
+        mean = np.vdot(batch["items"], batch["slope"]) / batch["items"].sum()
+        found = training.evaluate(state, batch)
+        np.testing.assert_allclose(found["slopes"], mean, rtol=1e-6)
+        np.testing.assert_allclose(found["loss"], mean * (weight + shift), rtol=1e-6)
+        assert state.extra["shift"] == shift == 1
+    with pytest.raises(ValueError, match="first dim"):
+        training.evaluate(state, {"items": SLOPE[:0], "slope": SLOPE[:0]})

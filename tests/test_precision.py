@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from oracle import FORMS, assert_same_bits, batches, lenient, mesh_of
+from quick import EVERY, quick
 
 import jaxshard as js
 
@@ -206,3 +207,108 @@ def test_the_scalar_of_the_scale_is_in_the_contract():
         for p in (fp16(), js.Precision())
     )
     assert with_scale == without + 3
+
+
+HALVES = {
+    "wide": np.ones((8, 4), np.float32),
+    "brain": np.ones((8, 4), jnp.bfloat16),
+    "brain_whole": np.ones((3, 5), jnp.bfloat16),
+    "half": np.ones((4, 8), np.float16),
+    "turning": np.ones((8, 2), np.complex64),
+    "turning_whole": np.ones((3,), np.complex64),
+}
+UNEQUAL = np.repeat([1] + [2.0**-9] * 7, 3).astype(np.float32)  # the first device's gradient is 1, the others' 2^-9
+
+
+def sums(params, batch):
+    """A mean over devices of gradients that need nine bits."""
+    wide = [jnp.sum(jnp.real(x)) if jnp.iscomplexobj(x) else jnp.sum(x.astype(jnp.float32)) for x in params.values()]
+    return jnp.mean(batch) * sum(wide)
+
+
+@pytest.mark.parametrize("reduce", ["float32", "bfloat16"])
+@pytest.mark.parametrize("strategy", ["dp", *FIVE])
+def test_leaves_of_every_dtype_are_reduced_in_one(strategy, reduce):
+    """Whatever a leaf is at rest, in the jaxpr and in the sum that arrives; complex numbers go as their two parts.
+
+    (1 + 7 x 2^-9) / 8 has nine bits: float32 keeps them, bfloat16 rounds up. dp sends parts that have one.
+    """
+    accumulate = 1 if strategy in ("zero1", "zero3") else 3
+    training = quick(sums, HALVES, UNEQUAL, strategy, accumulate=accumulate, precision=js.Precision(reduce=reduce))
+    sent = {(one.leaf, one.dtype) for one in training.contract() if one.purpose == "reduce"}
+    kept = {name for name, x in HALVES.items() if strategy == "dp" and np.iscomplexobj(x)}
+    assert sent == {(name, "complex64" if name in kept else reduce) for name in HALVES}
+    state, metrics = training.step(training.init(HALVES), UNEQUAL)
+    after = training.whole(state)
+    assert {name: x.dtype for name, x in after.items()} == {name: x.dtype for name, x in HALVES.items()}
+    arrived = (1 + 7 * 2.0**-9) / 8 if reduce == "float32" or strategy == "dp" else (1 + 2.0**-6) / 8
+    for name in ("wide", "turning", "turning_whole"):  # the others are halves at rest
+        np.testing.assert_allclose(1 - after[name], arrived, rtol=1e-6)
+    size = sum(x.size for x in HALVES.values())
+    np.testing.assert_allclose(metrics["grad_norm"], arrived * np.sqrt(size), rtol=1e-6)
+
+
+def test_evaluation_of_a_float16_mean_does_not_overflow():
+    """A mean of 80 over 1024 examples of each device: their sum is above 65504."""
+
+    def loss(params, batch):
+        return 10 * jnp.mean(jnp.abs(batch.astype(params["w"].dtype) @ params["w"]))
+
+    params, batch = {"w": np.ones((8, 1), np.float32)}, np.ones((8200, 8), np.float32)
+    training = quick(loss, params, batch, precision=fp16())
+    assert training.evaluate(training.init(params), batch)["loss"] == 80
+
+
+SPREAD = {"w": np.full((8, 8), 0.5, np.float32), "b": np.full(3, 0.5, np.float32)}
+SEEN = {"mean": np.float32(1), "calls": np.int32(0), "key": np.arange(2, dtype=np.uint32), "half": np.float16(2)}
+
+
+def spread(params, batch, *, extra):
+    """An infinite or undefined example spoils its device's loss, gradients and statistics."""
+    total = jnp.sum(params["w"].astype(jnp.float32) ** 2) + jnp.sum(params["b"].astype(jnp.float32) ** 2)
+    mean = jnp.mean(batch)
+    new = {
+        "mean": 0.9 * extra["mean"] + 0.1 * mean,
+        "calls": extra["calls"] + 1,
+        "key": extra["key"] + np.uint32(1),
+        "half": (extra["half"].astype(jnp.float32) * mean).astype(jnp.float16),
+    }
+    return mean * total, new
+
+
+@pytest.mark.parametrize(("strategy", "mesh"), EVERY, ids=str)
+def test_all_devices_skip_together_and_recover(strategy, mesh):
+    """One example is inf, two steps later one is nan, each on another device; then the scale grows again."""
+    batch = np.linspace(0.5, 1.3, 24, dtype=np.float32)
+    training = quick(
+        spread,
+        (SPREAD, SEEN),
+        batch,
+        strategy,
+        mesh,
+        accumulate=1 if strategy in ("zero1", "shard_grad_op") else 3,
+        optimizer=lenient(optax.chain(optax.trace(0.9), optax.scale_by_schedule(lambda count: -1e-3 / (1 + count)))),
+        precision=fp16(initial_scale=2.0**10, growth_interval=2),
+        clip=1.0,
+    )
+
+    def host(state):
+        return jax.tree.map(np.asarray, (state.params, state.opt, state.extra, state.step))
+
+    state, seen = training.init((SPREAD, SEEN)), []
+    for bad in ({}, {5: np.inf}, {}, {22: np.nan}, {}, {}, {}):
+        before, now = host(state), batch.copy()
+        for at, value in bad.items():
+            now[at] = value
+        state, metrics = training.step(state, now)
+        after = host(state)
+        if bad:
+            assert_same_bits(after, before)
+            assert not np.isfinite(metrics["grad_norm"])
+        else:
+            assert all((a != b).any() for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True))
+        counts = {int(x) for x in jax.tree.leaves(state.opt) if x.dtype == jnp.int32}
+        assert counts == {int(state.step)}
+        seen.append((int(state.step), float(metrics["loss_scale"]), int(metrics["skipped"])))
+        assert {len({bytes(np.asarray(s.data)) for s in x.addressable_shards}) for x in state.extra.values()} == {1}
+    assert seen == [(1, 1024, 0), (1, 512, 1), (2, 512, 1), (2, 256, 2), (3, 256, 2), (4, 512, 2), (5, 512, 2)]
