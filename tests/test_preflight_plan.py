@@ -6,6 +6,8 @@ and what `explain` says of the same step on real devices.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -82,6 +84,27 @@ def test_traffic_in_parameters(strategy, times):
     found = planned(strategy, 64)
     params = 2 * model(7.5)["w"].size  # bytes
     assert found.wire_bytes / params == pytest.approx(times * 63 / 64, rel=1e-6)
+
+
+def test_gradients_are_held_in_the_dtype_they_are_summed_in():
+    size = model(7.5)["w"].size
+    held = {
+        dtype: plan(
+            model(7.5),
+            optax.sgd(0.1),
+            strategy="ddp",
+            mesh={"replica": 1, "shard": 8},
+            precision=js.Precision(accumulate=dtype),
+        ).held["grads"]
+        for dtype in ("bfloat16", "float32")
+    }
+    assert held == {"bfloat16": 2 * size, "float32": 4 * size}
+
+
+def test_gradients_between_microbatches_are_held_as_the_strategy_says():
+    """Reduced in each microbatch, and whole until the last, whose slices the update takes."""
+    whole = replace(js.ZERO1, reduce="microbatch")
+    assert planned(whole, 8, accumulate=2).held["grads"] == 8 * planned(whole, 8).held["grads"] > 0
 
 
 def test_what_is_whole_for_a_while():

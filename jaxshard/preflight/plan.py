@@ -32,7 +32,7 @@ class Plan:
     compiler that gathers early holds two or more), for `dp` the gradients of all other devices. collectives: the most
     that a step sends. leaves: every parameter, with the reason why it stays whole if it does.
 
-    Activations are in none of these: they are the compiler's to say.
+    Only a compiler knows the rest: activations, and what an optimizer that is not elementwise makes the update send.
     """
 
     strategy: str
