@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
+import jax.numpy as jnp
 
 from jaxshard.compiler import options_for
 from jaxshard.contract import Collective
@@ -123,7 +124,7 @@ def explain(made: Setup, contract: tuple[Collective, ...], left_out: Mapping[str
         strategy=name_of(program.strategy),
         mesh=axis_sizes(program.mesh),
         leaves=tuple(_row(made, leaf) for leaf in jax.tree.leaves(program.layout)),
-        bytes_per_device=_held(made),
+        bytes_per_device=held_bytes(made),
         contract=contract,
         update=update_collectives(made),
         options={name: value for name, value in options.items() if name not in left_out},
@@ -134,7 +135,7 @@ def explain(made: Setup, contract: tuple[Collective, ...], left_out: Mapping[str
 def _row(made: Setup, leaf: Leaf) -> LeafRow:
     program, strategy = made.program, made.program.strategy
     opt = [x for x in jax.tree.leaves(made.where.opt) if x.owner == leaf.path]
-    states = [(strategy.params, leaf)] + ([(_gradients(made), leaf)] if leaf.trainable else [])
+    states = [(strategy.params, leaf)] + ([(_gradients(made), _gradient(made, leaf))] if leaf.trainable else [])
     states += [(strategy.opt, x) for x in opt]
     pieces = program.pieces
     splits = [x.bytes for placement, x in states if placement.axes]
@@ -153,9 +154,16 @@ def _gradients(made: Setup) -> Placement:
     return Placement() if made.program.deferred else made.program.at_use
 
 
-def _held(made: Setup) -> dict[str, int]:
+def _gradient(made: Setup, leaf: Leaf) -> Leaf:
+    """A leaf's gradient, in the dtype that microbatches are added up in."""
+    is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+    return replace(leaf, dtype=jnp.dtype(made.program.precision.accumulate)) if is_float else leaf
+
+
+def held_bytes(made: Setup) -> dict[str, int]:
+    """What each device holds (for `dp` the first), in bytes by class; gradients as they are between the passes."""
     program, strategy = made.program, made.program.strategy
-    learning = program.learning(program.layout)
+    learning = [_gradient(made, leaf) for leaf in jax.tree.leaves(program.layout) if leaf.trainable]
     extra = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(made.extra))
     return {
         "params": bytes_per_device(program.layout, strategy.params, program.mesh),

@@ -29,7 +29,7 @@ from jaxshard.mesh import axis_sizes, settled, size_over
 from jaxshard.precision import Precision, cast_floats
 from jaxshard.program import Program, TracedLoss, trace_loss
 from jaxshard.specs import layout, split_axes, warn_of_whole_leaves
-from jaxshard.state import StateLayout, TrainState, born_sharded, check_shapes, placed, state_layout
+from jaxshard.state import StateLayout, TrainState, check_shapes, initialiser, placed, state_layout
 from jaxshard.strategy import BATCH_AXES, Strategy, name_of
 
 
@@ -94,7 +94,7 @@ class Setup:
 
             self._check_given(jax.eval_shape(make, key))
             key = jax.device_put(key, self.where.shardings.key)  # from wherever it lives
-            return settled(mesh, born_sharded(self.program, self.optimizer, self.where, make, key))
+            return settled(mesh, initialiser(self.program, self.optimizer, self.where, make)(key))
         given = split_extra(_arrays(init), self.loss)
         self._check_given(given)
         key = jax.device_put(jax.random.key(0) if key is None else key, self.where.shardings.key)

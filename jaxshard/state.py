@@ -86,20 +86,22 @@ def state_layout(program: Program, optimizer: optax.GradientTransformation, para
     )
 
 
-def born_sharded(
+def initialiser(
     program: Program,
     optimizer: optax.GradientTransformation,
     where: StateLayout,
     init: Callable[[jax.Array], tuple[Any, Any]],
-    key: jax.Array,
-) -> TrainState:
-    """A state from a key in one global computation, each leaf born where it will live; the same on any mesh."""
+) -> Any:
+    """The jitted function of a key that makes a state in one global computation.
+
+    Each leaf is born where it will live, with the same value on any mesh.
+    """
 
     def make(key):
         params, extra = init(key)
         return new_state(program, optimizer, params, extra, key)
 
-    return jax.jit(make, out_shardings=where.shardings)(key)
+    return jax.jit(make, out_shardings=where.shardings)
 
 
 @unplaced()

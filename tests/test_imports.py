@@ -37,7 +37,7 @@ ORDER = [
     "step",
 ]
 PACKAGES = {"compiled"}  # whose files stand together in the list
-PROGRAM = {"train", "cli", "__main__"}  # the training program, which knows the library
+PROGRAM = {"preflight", "train", "cli", "__main__"}  # what knows the library
 
 
 def imported(path: Path) -> set[str]:
@@ -90,5 +90,7 @@ def test_models_import_nothing_of_the_library():
 
 
 def test_the_training_program_stands_on_the_library():
+    for path in (ROOT / "preflight").rglob("*.py"):
+        assert imported(path) <= {"", "preflight", *ORDER}, path
     for path in (ROOT / "train").rglob("*.py"):
         assert imported(path) <= {"", "train", "models", *ORDER}, path

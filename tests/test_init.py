@@ -11,11 +11,12 @@ from jax.sharding import PartitionSpec as P
 from oracle import FORMS, assert_same_bits, batches, lenient, mesh_of
 
 import jaxshard as js
+from jaxshard.state import initialiser
 from jaxshard.strategy import STRATEGIES
 
 SCAN, LIST = FORMS
 ADAM = lenient(optax.adam(1e-2))
-MESHES = [(1, 1), (1, 8), (2, 4)]
+MESHES = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 4)]
 
 
 def training_for(strategy="zero3", model=SCAN, *, mesh=(1, 8), optimizer=ADAM, params=None, **choices):
@@ -68,6 +69,79 @@ def test_arrays_and_a_function_give_the_same_run():
     (born, first), (placed, second) = training.step(born, batch), training.step(placed, batch)
     assert first["loss"] == second["loss"]
     assert_same_bits(training.whole(placed), training.whole(born))
+
+
+LAYERS, WIDTH, HIDDEN = 8, 64, 128
+PARTITIONED = {
+    "normal": jax.nn.initializers.normal(),
+    "truncated_normal": jax.nn.initializers.truncated_normal(),
+    "lecun_normal": jax.nn.initializers.lecun_normal(),
+    "xavier_uniform": jax.nn.initializers.xavier_uniform(),
+}
+
+
+def bytes_to_initialise(init):
+    """(temporaries of initialisation on one of 8 devices, all parameters), in bytes, and the parameters it makes."""
+
+    def loss(params, batch):
+        x = batch
+        for i in range(LAYERS):
+            w = params[i] if isinstance(params, list) else jax.tree.map(lambda w, i=i: w[i], params)
+            x = jnp.tanh(x @ w["up"]) @ w["down"]
+        return jnp.mean(x)
+
+    training = js.parallelize(
+        loss, ADAM, params=init, batch=np.ones((8, WIDTH), np.float32), mesh=mesh_of(1, 8), whole_budget=0
+    )
+    made = training.setup
+    make = initialiser(made.program, made.optimizer, made.where, lambda key: (init(key), None))
+    memory = make.lower(jax.random.key(0)).compile().memory_analysis()
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(training.state_shapes.params))
+    assert memory.output_size_in_bytes < 3 * size / 8 + 4096  # parameters and two moments, each an eighth
+    return memory.temp_size_in_bytes, size, training.whole(training.init(init, jax.random.key(1)))
+
+
+def stack_of(initialize, stacked):
+    def layer(key):
+        up, down = jax.random.split(key)
+        return {"up": initialize(up, (WIDTH, HIDDEN)), "down": initialize(down, (HIDDEN, WIDTH))}
+
+    return lambda key: stacked(layer, key)
+
+
+def at_once(layer, key):
+    return jax.vmap(layer)(jax.random.split(key, LAYERS))
+
+
+def one_by_one(layer, key):
+    return js.init_layers(layer, key, LAYERS)
+
+
+@pytest.mark.parametrize("name", PARTITIONED)
+def test_initialisers_that_partition_need_little_memory(name):
+    temporary, size, _ = bytes_to_initialise(stack_of(PARTITIONED[name], at_once))
+    assert 0 < temporary <= 3 * size / 8
+
+
+@pytest.mark.smoke
+def test_layers_made_one_by_one_need_the_memory_of_one():
+    """Orthogonal matrices are made whole on every device, in up to four copies; the values are the same all the same."""
+    orthogonal = jax.nn.initializers.orthogonal()
+    together, size, values = bytes_to_initialise(stack_of(orthogonal, at_once))
+    apart, _, same = bytes_to_initialise(stack_of(orthogonal, one_by_one))
+    assert together > 2 * size
+    assert apart <= 4.5 * size / LAYERS
+    assert_same_bits(same, values)
+
+
+def test_a_list_of_layers_is_slices_of_a_stack():
+    make = stack_of(jax.nn.initializers.orthogonal(), one_by_one)
+
+    def listed(key):
+        return [jax.tree.map(lambda x, i=i: x[i], make(key)) for i in range(LAYERS)]
+
+    temporary, size, _ = bytes_to_initialise(listed)
+    assert temporary <= size
 
 
 SPECS = {

@@ -16,10 +16,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxshard.contract import Collective, expected_collectives
 from jaxshard.dp import DataParallel
+from jaxshard.explain import held_bytes
 from jaxshard.mesh import axis_sizes
 from jaxshard.precision import Precision
 from jaxshard.setup import Setup, setup
-from jaxshard.specs import Leaf, bytes_per_device
+from jaxshard.specs import Leaf
 from jaxshard.strategy import Placement, Strategy, name_of, named
 
 
@@ -100,7 +101,7 @@ def plan(
     return Plan(
         strategy=name_of(strategy),
         mesh=axis_sizes(mesh),  # pyright: ignore[reportArgumentType]
-        held=_held(made),
+        held=held_bytes(made),
         gathered=_gathered(made, strategy, collectives),
         collectives=collectives,
         leaves=tuple(jax.tree.leaves(made.program.layout)),
@@ -115,20 +116,6 @@ def _abstract(mesh: Mesh | AbstractMesh | Mapping[str, int]) -> AbstractMesh:
 def _every_leaf_once(params: Any, batch: Any) -> jax.Array:
     floats = [x for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.inexact)]
     return jnp.mean(batch) * sum(jnp.sum(jnp.real(jnp.square(x)).astype(jnp.float32)) for x in floats)
-
-
-def _held(made: Setup) -> dict[str, int]:
-    program, strategy = made.program, made.program.strategy
-    accumulated = [
-        replace(leaf, dtype=program.precision.accumulate) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
-        for leaf in jax.tree.leaves(program.learning(program.layout))
-    ]
-    return {
-        "params": bytes_per_device(program.layout, strategy.params, program.mesh),
-        "grads": bytes_per_device(accumulated, Placement() if program.deferred else program.at_use, program.mesh),
-        "opt": bytes_per_device(made.where.opt, strategy.opt, program.mesh),
-        "extra": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(made.extra)),
-    }
 
 
 def _gathered(made: Setup, strategy: Strategy, collectives: tuple[Collective, ...]) -> int:
