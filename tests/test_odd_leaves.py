@@ -132,31 +132,34 @@ def check_bytes(leaves, placement, mesh):
 
 # Leaves that are used more than once
 
-USES = 1 + 1 + 2 + 1 + 3 + 3
+USES = 1 + 2 + 1 + 3 + 3
+SLOPE = np.arange(128, dtype=np.float32).reshape(8, 16) / 128
 WEIGHTS = np.arange(24, dtype=np.float32) / 8  # another for each example
 
 
+def slope(w):
+    return jnp.sum(w * SLOPE)
+
+
 def tied_loss(params, batch):
-    """A sum over all uses of `w`: its gradient is their number, times the mean weight."""
+    """A sum over all uses of `w`. Its gradient is the slope times their number and, for one use, the slope reversed."""
     w = params["w"]
-    twice = jax.jit(lambda w: jnp.sum(jnp.concatenate([w, w.T])))
-    again = jax.checkpoint(lambda w: jnp.sum(w * jnp.cos(0 * w)))
-    in_scan, _ = lax.scan(lambda total, _: (total + jnp.sum(w), None), jnp.float32(0), None, length=3)
-    in_remat_scan, _ = lax.scan(
-        jax.checkpoint(lambda total, layer: (total + jnp.sum(w * layer), None)), jnp.float32(0), params["layers"]
-    )
-    uses = jnp.sum(w) + jnp.sum(w[::-1]) + twice(w) + again(w) + in_scan + in_remat_scan
-    return jnp.mean(batch) * uses
+    twice = jax.jit(lambda w: jnp.sum(jnp.concatenate([w.T, w.T]) * np.concatenate([SLOPE.T, SLOPE.T])))
+    again = jax.checkpoint(lambda w: slope(w * jnp.cos(0 * w)))
+    in_scan, _ = lax.scan(lambda total, _: (total + slope(w), None), jnp.float32(0), None, length=3)
+    body = jax.checkpoint(lambda total, layer: (total + slope(w * layer), None))
+    in_remat_scan, _ = lax.scan(body, jnp.float32(0), params["layers"])
+    return jnp.mean(batch) * (slope(w[::-1]) + slope(w) + twice(w) + again(w) + in_scan + in_remat_scan)
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize(("strategy", "mesh"), EVERY, ids=str)
 def test_a_leaf_used_many_times_has_one_summed_gradient(strategy, mesh, accumulate):
-    params = {"w": np.ones((8, 8), np.float32), "layers": np.ones((3, 8, 8), np.float32)}
+    params = {"w": np.ones((8, 16), np.float32), "layers": np.ones((3, 8, 16), np.float32)}
     training = quick(tied_loss, params, WEIGHTS, strategy, mesh, accumulate=accumulate, optimizer=optax.sgd(1.0, 0.9))
     state, metrics = training.step(training.init(params), WEIGHTS)
     after, mean = training.whole(state), WEIGHTS.mean()
-    np.testing.assert_allclose(metrics["loss"], mean * USES * 64, rtol=1e-6)
-    np.testing.assert_allclose(1 - after["w"], mean * USES, rtol=1e-6)
-    np.testing.assert_allclose(1 - after["layers"], mean, rtol=1e-6)
+    np.testing.assert_allclose(metrics["loss"], mean * (USES + 1) * SLOPE.sum(), rtol=1e-6)
+    np.testing.assert_allclose(1 - after["w"], mean * (USES * SLOPE + SLOPE[::-1]), rtol=1e-6)
+    np.testing.assert_allclose(1 - after["layers"], mean * np.stack([SLOPE] * 3), rtol=1e-6, atol=1e-7)
     assert len(jax.tree.leaves(state.params)) == len(jax.tree.leaves(state.opt)) == 2
