@@ -21,6 +21,7 @@ EXTRA = {
     "mean": np.full(WIDTH, 2, np.float32),
     "half": np.float16(2),
     "spectrum": np.complex64(1j),
+    "weights": np.zeros((8, WIDTH), np.float32),
     "calls": np.int32(0),
     "count": np.float32(0),
     "decay": np.float32(0.9),
@@ -46,6 +47,7 @@ def loss(params, batch, *, extra):
         "mean": extra["decay"] * extra["mean"] + (1 - extra["decay"]) * mean,
         "half": mean[0].astype(jnp.float16),
         "spectrum": jax.lax.complex(mean[0], mean[1]),
+        "weights": (extra["weights"] + params["w"]) / 2,  # an average of the parameters themselves
         "calls": extra["calls"] + 1,
         "count": extra["count"] + 1,
         "decay": extra["decay"],
@@ -72,7 +74,7 @@ def test_statistics_over_steps(strategy, mesh, accumulate):
     training = quick(loss, (PARAMS, EXTRA), BATCHES[0], strategy, mesh, accumulate=accumulate)
     state, key = training.init((PARAMS, EXTRA)), jax.random.key(0)
     for step, batch in enumerate(BATCHES):
-        old = jax.tree.map(np.asarray, state.extra)
+        old, weights = jax.tree.map(np.asarray, state.extra), training.whole(state)["w"]
         state, _ = training.step(state, batch)
         for name, x in state.extra.items():
             assert (x.shape, x.dtype) == (EXTRA[name].shape, EXTRA[name].dtype)
@@ -88,8 +90,10 @@ def test_statistics_over_steps(strategy, mesh, accumulate):
         # What all devices agree about is not averaged, so it stays exact.
         calls = accumulate * (step + 1)
         assert (new["calls"], new["count"], new["decay"]) == (calls, calls, EXTRA["decay"])
+        average = old["weights"]
         for _ in range(accumulate):
-            key = jax.random.split(key)[0]
+            key, average = jax.random.split(key)[0], (average + weights) / 2
+        np.testing.assert_allclose(new["weights"], average, rtol=1e-6)
         np.testing.assert_array_equal(new["key"], jax.random.key_data(key))
 
 
