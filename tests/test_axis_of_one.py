@@ -117,6 +117,6 @@ def test_microbatches(name, mesh):
 
 def test_devices_have_different_gradients():
     """Without this, a reduction that is dropped would not be seen."""
-    grads = jax.vmap(jax.grad(mean), (None, 0))(PARAMS, BATCH.reshape(8, 6, 8))
+    grads = jax.jit(jax.vmap(jax.grad(mean), (None, 0)))(PARAMS, BATCH.reshape(8, 6, 8))
     for leaf in jax.tree.leaves(grads):
         assert np.abs(leaf - leaf[:1])[1:].max(axis=tuple(range(1, leaf.ndim))).min() > 1e-3
