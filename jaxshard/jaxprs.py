@@ -82,7 +82,9 @@ def trace(fn: Callable[..., Any], mesh: Mesh, axis_name: str | None, *args: Any)
                 )
             raise
         index = jax.make_jaxpr(jax.jit(lambda: lax.axis_index(mesh.axis_names)), axis_env=names)().jaxpr.eqns[0]
-    jaxpr = _rewritten(closed.jaxpr, _without_constraint)
+    jaxpr = closed.jaxpr
+    if contains(jaxpr, ("sharding_constraint",)):
+        jaxpr = _rewritten(jaxpr, _without_constraint)
     if axis_name is not None:
         jaxpr = _rewritten(jaxpr, partial(_with_axes, name=axis_name, axes=mesh.axis_names, index=index))
     return ClosedJaxpr(jaxpr, closed.consts), shapes
@@ -277,7 +279,10 @@ def _rewritten(jaxpr: Jaxpr, rule: Callable[[JaxprEqn], JaxprEqn]) -> Jaxpr:
 
     def inside(value: Any) -> Any:
         if isinstance(value, tuple | list):
-            return type(value)(inside(v) for v in value) if _holds_programs(value) else value
+            if not _holds_programs(value):
+                return value
+            items = [inside(v) for v in value]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         if isinstance(value, Jaxpr):
             return _rewritten(value, rule)
         if isinstance(value, ClosedJaxpr):

@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import optax
 from oracle import mesh_of
-from test_programs import QUICK
 
 import jaxshard as js
 from jaxshard import Strategy
+
+# What such a test tests is the program, not its speed. Compiling is most of its time; this leaves a quarter of it.
+QUICK = {
+    "xla_backend_optimization_level": "0",
+    "xla_llvm_disable_expensive_passes": "True",
+    "xla_cpu_parallel_codegen_split_count": "1",
+}
+if jax.__version_info__ < (0, 11):  # later compilers do not know this
+    QUICK |= {"xla_cpu_use_fusion_emitters": "False"}
 
 EVERY = [(name, (1, 8)) for name in ("dp", "ddp", "zero1", "zero2", "shard_grad_op", "zero3")] + [("hsdp", (2, 4))]
 """(strategy, replica x shard)."""

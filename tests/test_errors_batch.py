@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from mistakes import BATCH, PARAMS, error, square, training_for
-from test_programs import QUICK
+from quick import QUICK
 
 X, Y = BATCH["x"], BATCH["y"]
 NO_ARRAYS = [

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from mistakes import BATCH, PARAMS, error, literal, square, training_for
-from test_programs import QUICK
+from quick import QUICK
 
 import jaxshard as js
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from mistakes import PARAMS, error, training_for
-from test_programs import QUICK
+from quick import QUICK
 
 ADAM = optax.adam(0.1)
 OTHER = jax.tree.map(lambda x: jnp.zeros(5), PARAMS)

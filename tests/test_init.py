@@ -125,7 +125,7 @@ def test_initialisers_that_partition_need_little_memory(name):
 
 @pytest.mark.smoke
 def test_layers_made_one_by_one_need_the_memory_of_one():
-    """Orthogonal matrices are made whole on every device, in up to four copies; the values are the same all the same."""
+    """Orthogonal matrices are made whole on every device, in up to four copies; the values are the same."""
     orthogonal = jax.nn.initializers.orthogonal()
     together, size, values = bytes_to_initialise(stack_of(orthogonal, at_once))
     apart, _, same = bytes_to_initialise(stack_of(orthogonal, one_by_one))

@@ -10,7 +10,7 @@ import optax
 import pytest
 from optax import contrib
 from oracle import FORMS, batches, lenient, mesh_of, one_device, run
-from test_programs import QUICK
+from quick import QUICK
 
 import jaxshard as js
 

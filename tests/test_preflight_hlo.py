@@ -18,7 +18,7 @@ from golden.programs import BOTH, PROGRAMS, SIZES, Program, kinds, layers, mappe
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from oracle import FORMS, batches, mesh_of
-from test_programs import QUICK
+from quick import QUICK
 
 import jaxshard as js
 from jaxshard.compiled import hlo

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from oracle import mesh_of
-from test_programs import QUICK
+from quick import QUICK
 
 from jaxshard.compiled import hlo
 from jaxshard.preflight.facts import facts

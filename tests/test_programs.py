@@ -11,12 +11,11 @@ import numpy as np
 import optax
 import pytest
 from programs import PROGRAMS, SMOKE
+from quick import QUICK
 
 import jaxshard as js
 
 RATE = 0.1
-# What is tested is the program, not its speed; this halves the time it takes to compile.
-QUICK = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": "True"}
 
 
 def reference(program, replica: int, shard: int):
