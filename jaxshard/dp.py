@@ -18,15 +18,17 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard import collectives
+from jaxshard.checks import check_alive, check_places, check_state
 from jaxshard.contract import Collective
 from jaxshard.evaluate import Evaluation, whole
 from jaxshard.explain import Explanation, explain
 from jaxshard.gradients import Gradients, item_share, local_sums
 from jaxshard.loss import Loss
 from jaxshard.mesh import settled, unplaced
+from jaxshard.nans import blamed_step
 from jaxshard.setup import Setup
 from jaxshard.specs import Leaf
-from jaxshard.state import TrainState, check_not_donated
+from jaxshard.state import TrainState
 from jaxshard.strategy import BATCH_AXES, Strategy
 from jaxshard.update import step_metrics, updated
 
@@ -55,17 +57,22 @@ class DataParallel:
     @unplaced()
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step; the state is donated. See `Training.step`."""
-        check_not_donated(state)
+        check_alive(state)
+        check_state(state, self.setup.where.shapes)
+        check_places(state, self.setup.where.shardings)
         scale = None if state.scale is None else state.scale.scale
         key = jax.random.fold_in(state.key, state.step)
         copies = self._broadcast((state.params, state.extra, key, scale))
-        stacked, sums, extra = settled(self.mesh, self._gradients(*copies, self.setup.place(batch)))
+        batch = self.setup.place(batch)
+        with blamed_step(self.setup, batch, lambda: copies):
+            stacked, sums, extra = settled(self.mesh, self._gradients(*copies, batch))
         first = SingleDeviceSharding(self.mesh.devices.flat[0])
         return self._update(state, *jax.device_put((stacked, sums, extra), first))
 
     @unplaced()
     def evaluate(self, state: TrainState, batch: Any, fn: Callable[..., Any] | None = None) -> dict[str, jax.Array]:
         """Loss and metrics of a batch of any size. See `Training.evaluate`."""
+        check_alive(state)
         return self._evaluation(self._broadcast(state), batch, fn)
 
     def whole(self, state: TrainState) -> Any:

@@ -17,6 +17,7 @@ from jaxshard.checks import batch_size, check_alive, check_state, noted
 from jaxshard.gradients import device_index
 from jaxshard.loss import Loss, loss_function
 from jaxshard.mesh import settled
+from jaxshard.nans import blamed
 from jaxshard.program import gathered_for_step, held_params
 from jaxshard.setup import Setup, shapes_of
 from jaxshard.state import TrainState
@@ -70,8 +71,7 @@ class Evaluation:
         spec = P(BATCH_AXES) if parts > 1 else P()
         batch = jax.device_put(batch, NamedSharding(self.setup.program.mesh, spec))
         key = jax.random.fold_in(state.key, state.step)
-        sums = self._compiled[cached](state.params, state.extra, batch, key)
-        return settled(self.setup.program.mesh, sums)
+        return self._compiled[cached](state.params, state.extra, batch, key)
 
     def _compile(self, shapes: Any, fn: Callable[..., Any] | None, parts: int) -> Callable[..., Loss]:
         program = self.setup.program
@@ -88,14 +88,15 @@ class Evaluation:
             return collectives.total(sums, BATCH_AXES, program.sizes, "items") if parts > 1 else sums
 
         specs = jax.tree.map(lambda leaf: leaf.spec(program.strategy.params), program.layout)
-        mapped = jax.shard_map(
-            device_sums,
-            mesh=program.mesh,
-            in_specs=(specs, P(), P(BATCH_AXES) if parts > 1 else P(), P()),
-            out_specs=P(),
-            check_vma=False,
-        )
-        return jax.jit(mapped)
+        in_specs = specs, P(), P(BATCH_AXES) if parts > 1 else P(), P()
+        mapped = jax.shard_map(device_sums, mesh=program.mesh, in_specs=in_specs, out_specs=P(), check_vma=False)
+        compiled = jax.jit(mapped)
+
+        def run(*args):
+            with blamed(program.mesh, lambda: (device_sums, in_specs, args)):
+                return settled(program.mesh, compiled(*args))
+
+        return run
 
 
 def whole(params: Any) -> Any:

@@ -23,6 +23,7 @@ from jaxshard.held import Held, on_shard, turned, whole
 from jaxshard.jaxprs import (
     INLINED,
     REMAT,
+    at,
     body_of,
     contains_remat,
     evaluate,
@@ -97,11 +98,10 @@ def _interpret(
 
     for eqn in jaxpr.eqns:
         operands = [read(v) for v in eqn.invars]
-        if any(isinstance(x, Held) for x in operands):
-            flags = [isinstance(v, Var) and v in differ for v in eqn.invars]
-            results = _apply(eqn, operands, flags, choices, place)
-        else:
-            results = evaluate(eqn, operands)
+        flags = [isinstance(v, Var) and v in differ for v in eqn.invars]
+        held = any(isinstance(x, Held) for x in operands)
+        with at(eqn):
+            results = _apply(eqn, operands, flags, choices, place) if held else evaluate(eqn, operands)
         values.update(zip(eqn.outvars, results, strict=True))
     # A result may be a literal, and a literal a Python number. It stays a constant, of which a sum sends nothing.
     return [np.asarray(v.val, v.aval.dtype) if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 from jax.extend.core.primitives import copy_p
+from jax.extend.source_info_util import current_name_stack, new_name_stack, user_context
 from jax.sharding import Mesh
 
 from jaxshard.mesh import unplaced
@@ -90,8 +92,21 @@ def trace(fn: Callable[..., Any], mesh: Mesh, axis_name: str | None, *args: Any)
     return ClosedJaxpr(jaxpr, closed.consts), shapes
 
 
+def at(eqn: JaxprEqn) -> AbstractContextManager[None]:
+    """Inside, whatever is computed stands where an equation stands in the user's program: on its line, in its scopes.
+
+    Profiles and the compiler's reports then name the user's layers, also for what is computed in an equation's stead.
+    """
+    info = eqn.source_info
+    return user_context(info.traceback, name_stack=current_name_stack() + info.name_stack)
+
+
 def evaluate(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-    """The results of one equation, in the order of its outvars; None for those that nobody reads."""
+    """The results of one equation, in the order of its outvars; None for those that nobody reads.
+
+    Called inside `at`, which has entered the equation's scopes already.
+    """
+    eqn = eqn.replace(source_info=eqn.source_info.replace(name_stack=new_name_stack()))
     values = {v: x for v, x in zip(eqn.invars, operands, strict=True) if isinstance(v, Var)}
     kept = [v for v in eqn.outvars if not is_dropped(v)]
     jaxpr = Jaxpr(

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -93,17 +94,24 @@ class Setup:
                 return split_extra(_arrays(init(key)), self.loss)
 
             self._check_given(jax.eval_shape(make, key))
-            key = jax.device_put(key, self.where.shardings.key)  # from wherever it lives
+            key = _of_no_device(key)
             return settled(mesh, initialiser(self.program, self.optimizer, self.where, make)(key))
         given = split_extra(_arrays(init), self.loss)
         self._check_given(given)
-        key = jax.device_put(jax.random.key(0) if key is None else key, self.where.shardings.key)
+        key = _of_no_device(jax.random.key(0) if key is None else key)
         return settled(mesh, placed(self.program, self.optimizer, self.where, *given, key))
 
     def _check_given(self, given: tuple[Any, Any]) -> None:
         casts = self.program.precision.params is not None
         check_shapes(given[0], self.params, "the parameters given to init", any_float=casts)
         check_shapes(given[1], self.extra, "the extra given to init")
+
+
+def _of_no_device(key: jax.Array) -> jax.Array:
+    """A key from wherever it lives, bound to no device and no mesh."""
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return jnp.asarray(np.asarray(key))
+    return jax.random.wrap_key_data(np.asarray(jax.random.key_data(key)), impl=jax.random.key_impl(key))
 
 
 def _arrays(tree: Any) -> Any:
@@ -132,7 +140,7 @@ def setup(
 ) -> Setup:
     """Checks every choice and traces the loss. The arguments are those of `parallelize`, all given."""
     sizes = axis_sizes(mesh)
-    _check(strategy, sizes)
+    _check(strategy, sizes, compiler_options)
     accumulate = whole_number("accumulate", accumulate, "the number of microbatches per step")
     clip = None if clip is None else _norm(clip)
     whole_budget = real_number("whole_budget", whole_budget, "a fraction, 0 or more")
@@ -183,7 +191,7 @@ def setup(
         where=state_layout(program, optimizer, stored, extra),
         clip=clip,
         axis_name=axis_name,
-        compiler_options=compiler_options,
+        compiler_options=dict(compiler_options),
     )
 
 
@@ -247,7 +255,12 @@ def _param_shapes(params: Any) -> Any:
     return jax.eval_shape(made, jax.eval_shape(lambda: jax.random.key(0)))
 
 
-def _check(strategy: Strategy, sizes: Mapping[str, int]) -> None:
+def _check(strategy: Strategy, sizes: Mapping[str, int], compiler_options: Any) -> None:
+    if not isinstance(compiler_options, Mapping):
+        raise TypeError(
+            f"compiler_options is {kind_of(compiler_options)}; pass a dict of XLA options, such as "
+            "{'xla_gpu_enable_latency_hiding_scheduler': 'True'}."
+        )
     if sizes["replica"] < strategy.min_replicas:
         raise ValueError(
             f"{name_of(strategy)} wants at least {strategy.min_replicas} replicas, and the mesh has "

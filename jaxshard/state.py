@@ -139,15 +139,6 @@ def init_layers(init_layer: Callable[[jax.Array], Any], key: jax.Array, layers: 
     return jax.lax.map(init_layer, jax.random.split(key, layers))
 
 
-def check_not_donated(state: TrainState) -> None:
-    """Raises ValueError for a state whose memory a step has reused."""
-    if state.step.is_deleted():
-        raise ValueError(
-            "this state was given to an earlier step, which reused its memory. Go on with the state that it returned: "
-            "state, metrics = training.step(state, batch)."
-        )
-
-
 def check_shapes(given: Any, expected: Any, what: str, *, any_float: bool = False) -> None:
     """Raises ValueError with the first leaf whose path, shape or dtype is not the expected one.
 

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Lowered
 
+from jaxshard.checks import check_alive, check_places, check_state
 from jaxshard.compiler import Built, build, options_for
 from jaxshard.contract import Collective, count_collectives, expected_collectives, hold
 from jaxshard.dp import DataParallel
@@ -21,10 +22,11 @@ from jaxshard.evaluate import Evaluation, whole
 from jaxshard.explain import Explanation, explain
 from jaxshard.gradients import Gradients, device_gradients
 from jaxshard.mesh import automatic, make_mesh, platform_of, settled, unplaced
+from jaxshard.nans import blamed_step, debugs_nans
 from jaxshard.precision import Precision
 from jaxshard.program import Program
 from jaxshard.setup import Setup, setup, shapes_of
-from jaxshard.state import TrainState, check_not_donated
+from jaxshard.state import TrainState
 from jaxshard.strategy import BATCH_AXES, Strategy, named
 from jaxshard.update import step_metrics, updated
 
@@ -84,7 +86,7 @@ def parallelize(
         whole_budget=whole_budget,
         warn_whole=warn_whole,
         axis_name=axis_name,
-        compiler_options=dict(compiler_options or {}),
+        compiler_options={} if compiler_options is None else compiler_options,
     )
     # The one strategy that is no single program.
     return DataParallel(made) if strategy.params.devices == "first" else Training(made)
@@ -128,9 +130,8 @@ class Training:
     def step_fn(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step, pure and unjitted, for your own `jit`: ``(state, batch) -> (state, metrics)``."""
         program = self.setup.program_for(batch)
-        key = jax.random.fold_in(state.key, state.step)
-        scale = None if state.scale is None else state.scale.scale
-        result = _global_gradients(program, state.params, state.extra, batch, key, scale)
+        params, extra, key, scale = _arguments(state)
+        result = _global_gradients(program, params, extra, batch, key, scale)
         new = updated(program, self.setup.optimizer, self.setup.where, state, result, self.setup.clip)
         return new, step_metrics(result, new)
 
@@ -139,13 +140,23 @@ class Training:
         """One step. state is donated: use the one returned. batch: a global batch of numpy or JAX arrays.
 
         Returns the new state and metrics, device scalars: ``loss`` and the `Loss.metrics` as means over items,
-        ``grad_norm`` before clipping; with float16 ``loss_scale`` and ``skipped`` (steps, so far).
+        ``grad_norm`` before clipping; with float16 ``loss_scale`` and ``skipped`` (steps, so far). A NaN is not an
+        error but a metric, because finding one would have every step wait for the device. With ``jax_debug_nans`` (or
+        JAX_DEBUG_NANS=1) it is one, a FloatingPointError that names the line of the loss which made the first.
 
-        Raises ValueError when the batch does not divide, or the state was given to a step before.
+        Raises TypeError or ValueError when the batch does not divide, or the state is another training's, or was given
+        to a step before.
         """
-        check_not_donated(state)
+        check_alive(state)
         batch = self.setup.place(_apart(batch, state))
-        return settled(self.mesh, self.built(batch).compiled(state, batch))
+        built = self.built(batch)
+        try:
+            with blamed_step(self.setup, batch, lambda: _arguments(state)):
+                return settled(self.mesh, built.compiled(state, batch))
+        except (TypeError, ValueError):
+            check_state(state, self.state_shapes)
+            check_places(state, self.setup.where.shardings)
+            raise
 
     @unplaced()
     def evaluate(self, state: TrainState, batch: Any, fn: Callable[..., Any] | None = None) -> dict[str, jax.Array]:
@@ -168,7 +179,8 @@ class Training:
     def built(self, batch: Any = None) -> Built:
         """The compiled step for a batch of these shapes. Raises RuntimeError if state is not updated in place."""
         leaves, structure = jax.tree.flatten(self.setup.batch if batch is None else batch)
-        seen = structure, tuple((jnp.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
+        # To find a NaN, JAX keeps what is donated.
+        seen = structure, tuple((jnp.shape(x), getattr(x, "dtype", type(x))) for x in leaves), debugs_nans()
         if seen not in self._built:
             own = self.setup.compiler_options
             options = options_for(self.strategy, platform_of(self.mesh), own)
@@ -213,6 +225,12 @@ class Training:
         return jax.tree.map(lambda x: _with_sharding(x, sharding), shapes)
 
 
+def _arguments(state: TrainState) -> tuple[Any, Any, jax.Array, jax.Array | None]:
+    """(params, extra, the key of this step, the loss scale)."""
+    key = jax.random.fold_in(state.key, state.step)
+    return state.params, state.extra, key, None if state.scale is None else state.scale.scale
+
+
 def _apart(batch: Any, state: TrainState) -> Any:
     """A batch without the state's own arrays: their memory is donated while the batch is read."""
     own = {id(x) for x in jax.tree.leaves(state)}
@@ -242,8 +260,7 @@ def _global_gradients(program: Program, params: Any, extra: Any, batch: Any, key
 
 def _check_donation(built: Built, state: TrainState) -> None:
     memory = built.compiled.memory_analysis()
-    # To find a NaN, JAX keeps what was donated.
-    if memory is None or jax.config.values["jax_debug_nans"]:
+    if memory is None or debugs_nans():
         return
     donated = sum(_local_bytes(x) for x in jax.tree.leaves(state))
     if memory.alias_size_in_bytes < donated:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, Mesh
-from mistakes import BATCH, PARAMS, error, literal, square, training_for
+from mistakes import PARAMS, error, training_for
 from oracle import mesh_of
 
 import jaxshard as js
@@ -146,6 +146,7 @@ CHOICES = [
     ({"trainable": {"head": True}}, ValueError, "trainable is a mask of structure.*head.*one bool"),
     ({"trainable": {"b": 0, "w": 1}}, TypeError, r"trainable is a mask of \['int'\]; pass bools"),
     ({"trainable": "w"}, ValueError, "trainable is a mask of structure.*predicate"),
+    ({"compiler_options": "--xla_no_such"}, TypeError, "compiler_options is a str; pass a dict of XLA options"),
 ]
 
 
@@ -266,48 +267,3 @@ def test_a_state_that_is_not_updated_in_place():
     copied = SimpleNamespace(memory_analysis=lambda: SimpleNamespace(alias_size_in_bytes=8))
     with error(RuntimeError, r"\d+ of the state's \d+ bytes", "twice"):
         _check_donation(replace(built, compiled=copied), state)
-
-
-# States given to evaluate and whole
-
-
-def of_another_training(**choices):
-    training = training_for(**choices)
-    return training.init(choices.get("params", PARAMS))
-
-
-def test_a_state_that_is_none():
-    with error(TypeError, "state is a dict", "training.init"):
-        training_for().evaluate(PARAMS, BATCH)
-
-
-def test_a_state_of_other_parameters():
-    def without_bias(params, batch):
-        return square({**params, "b": 0}, batch)
-
-    state = of_another_training(loss=without_bias, params={"w": PARAMS["w"]})
-    with error(ValueError, *literal("state.params has the structure", "'b'", "init(other.whole(state))")):
-        training_for().evaluate(state, BATCH)
-    state = of_another_training(precision=Precision(params="bfloat16"), loss=lambda params, batch: jnp.float32(0))
-    with error(ValueError, *literal("state.params/b is bfloat16[8]", "is float32[8]", "init(other.whole(state))")):
-        training_for().evaluate(state, BATCH)
-
-
-def test_a_state_on_other_devices():
-    state = of_another_training(mesh=js.make_mesh(devices=jax.devices()[4:]))
-    training = training_for()
-    with error(ValueError, "state lives in", "not on the devices", r"init\(other.whole\(state\)\)"):
-        training.evaluate(state, BATCH)
-    brought = training.init(training.whole(state))
-    np.testing.assert_allclose(training.evaluate(brought, BATCH)["loss"], square(PARAMS, BATCH), rtol=1e-6)
-
-
-def test_a_state_that_a_step_has_reused():
-    """JAX would name one array, or end the process."""
-    training = training_for()
-    state = training.init(PARAMS)
-    training.step(state, BATCH)
-    with error(ValueError, "given to an earlier step", "Go on with"):
-        training.evaluate(state, BATCH)
-    with error(ValueError, "given to an earlier step"):
-        training.whole(state)

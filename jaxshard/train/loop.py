@@ -149,5 +149,6 @@ def _check(loss: float, step: int, config: Config) -> None:
     if not math.isfinite(loss) and not config.precision.scaled:
         raise Diverged(
             f"the loss is {loss} at step {step}: lower optimizer.learning_rate = "
-            f"{config.optimizer.learning_rate}, lengthen optimizer.warmup_steps, or lower optimizer.clip."
+            f"{config.optimizer.learning_rate}, lengthen optimizer.warmup_steps, or lower optimizer.clip. "
+            "With JAX_DEBUG_NANS=1 the step that makes a NaN names the line it comes from."
         )
