@@ -18,6 +18,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 from jax.extend.core.primitives import copy_p
 from jax.extend.source_info_util import current_name_stack, new_name_stack, user_context
+from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import Mesh
 
 from jaxshard.mesh import unplaced
@@ -99,6 +100,34 @@ def at(eqn: JaxprEqn) -> AbstractContextManager[None]:
     """
     info = eqn.source_info
     return user_context(info.traceback, name_stack=current_name_stack() + info.name_stack)
+
+
+def first_results(closed: ClosedJaxpr, count: int) -> ClosedJaxpr:
+    """The same program with its first `count` results alone, and without what only the others need.
+
+    Nor what nobody reads: flax nnx's `remat` and `scan` return every parameter, which would be gathered for it.
+    """
+    wanted = [i < count for i in range(len(closed.jaxpr.outvars))]
+    return ClosedJaxpr(dce_jaxpr(closed.jaxpr, wanted, instantiate=True)[0], closed.consts)
+
+
+def origin(jaxpr: Jaxpr, atom: Any) -> Any:
+    """The input that a variable is, unchanged, however many `jit`, `remat` and `scan` pass it on; else the variable."""
+    maker = next((eqn for eqn in jaxpr.eqns if atom in eqn.outvars), None)
+    if maker is None or maker.primitive.name not in (*INLINED, *REMAT, "scan"):
+        return atom
+    body, _ = body_of(maker)
+    position = maker.outvars.index(atom)
+    inside = origin(body, body.outvars[position])
+    if inside not in body.invars:
+        return atom
+    source = body.invars.index(inside)
+    if maker.primitive.name == "scan":
+        constants, carries = scan_parts(maker)
+        same = position + constants == source if position < carries else source >= constants + carries
+        if not same:
+            return atom
+    return origin(jaxpr, maker.invars[source])
 
 
 def evaluate(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:

@@ -47,11 +47,9 @@ class LossFunction:
         Raises TypeError or ValueError for any other result. An error of the function's own is raised as it is, with a
         note on what the function was given.
         """
-        before = leaves_by_path(params)
         named = ({"key": key} if self.takes_key else {}) | ({"extra": extra} if self.takes_extra else {})
         with noted(f"loss_fn: {self.name} was given one device's part of a batch: {described(batch)}."):
             result = self.fn(params, batch, **named)
-        self._check_untouched(params, before)
         new_extra = extra
         if self.takes_extra:
             if not (isinstance(result, tuple) and len(result) == 2):
@@ -83,17 +81,6 @@ class LossFunction:
     @property
     def name(self) -> str:
         return getattr(self.fn, "__name__", type(self.fn).__name__)
-
-    def _check_untouched(self, params: Any, before: Mapping[str, Any]) -> None:
-        """A module may keep state among its parameters; what the loss writes there would be lost."""
-        after = leaves_by_path(params)
-        changed = [path for path, x in before.items() if after.get(path, x) is not x]
-        if changed:
-            raise ValueError(
-                f"loss_fn: {self.name} changed {', '.join(changed[:8])} of params in place, and that would be lost. "
-                "State is not trained: take it as `extra` and return the new one (with flax nnx, "
-                "nnx.split(model, nnx.Param, ...) tells them apart)."
-            )
 
     def _scalar(self, value: Any, what: str) -> jax.Array:
         hint = "Take its mean or its sum over the examples."

@@ -12,10 +12,11 @@ from jax.extend.core import ClosedJaxpr, Var
 from jax.sharding import Mesh
 
 from jaxshard import collectives
+from jaxshard.checks import leaves_by_path
 from jaxshard.collectives import Route
 from jaxshard.gather import Choices, gather_at_use
 from jaxshard.held import Held
-from jaxshard.jaxprs import trace, varying
+from jaxshard.jaxprs import first_results, origin, trace, varying
 from jaxshard.loss import Loss, LossFunction
 from jaxshard.mesh import axis_sizes, size_over
 from jaxshard.precision import Precision, cast_floats
@@ -47,9 +48,25 @@ def trace_loss(
     """Traces a loss once, from ShapeDtypeStructs as one device sees them (parameters whole, in the compute dtype).
 
     Raises ValueError when a leaf of the new `extra` that is no float could differ between devices: floats are
-    averaged, others have no mean.
+    averaged, others have no mean; and when the loss changes a leaf of a module in `params` in place: that would be
+    lost.
     """
-    closed, shapes = trace(loss, mesh, axis_name, params, batch, key, extra)
+
+    def called(params, batch, key, extra):
+        return loss(params, batch, key, extra), _leaves_of_objects(params)
+
+    closed, (shapes, after) = trace(called, mesh, axis_name, params, batch, key, extra)
+    count = len(jax.tree.leaves(shapes))
+    own = dict(zip(leaves_by_path(params), closed.jaxpr.invars, strict=False))
+    left = dict(zip(sorted(after), closed.jaxpr.outvars[count:], strict=True))
+    changed = [path for path, x in left.items() if path in own and origin(closed.jaxpr, x) is not own[path]]
+    if changed:
+        raise ValueError(
+            f"loss_fn: {loss.name} changed {', '.join(changed[:8])} of params in place, and that would be lost. "
+            "State is not trained: take it as `extra` and return the new one (with flax nnx, "
+            "nnx.split(model, nnx.Param, ...) tells them apart)."
+        )
+    closed = first_results(closed, count)
     sizes = [len(jax.tree.leaves(x)) for x in (params, batch, key, extra)]
     varies = tuple(flag for flag, size in zip((False, True, True, False), sizes, strict=True) for _ in range(size))
     named = jax.tree_util.tree_leaves_with_path(shapes[1])
@@ -67,6 +84,13 @@ def trace_loss(
             "about them and no mean exists. Make them floats, or let them depend on extra and params alone."
         )
     return TracedLoss(closed=closed, varies=varies, result=shapes, extra_differs=tuple(flags))
+
+
+def _leaves_of_objects(params: Any) -> dict[str, Any]:
+    """The leaves that modules hold. (Dicts and lists are the loss's own, to change as it likes.)"""
+    plain = jax.tree_util.DictKey, jax.tree_util.SequenceKey
+    named = jax.tree_util.tree_leaves_with_path(params)
+    return {path_of(path): x for path, x in named if not all(isinstance(key, plain) for key in path)}
 
 
 @dataclass(frozen=True, kw_only=True)

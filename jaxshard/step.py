@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.stages import Lowered
+from jax.stages import Lowered, Traced
 
 from jaxshard.checks import check_alive, check_places, check_state
 from jaxshard.compiler import Built, build, options_for
@@ -174,7 +174,8 @@ class Training:
     @unplaced()
     def lower(self, batch: Any = None) -> Lowered:
         """The step, lowered for this mesh (of devices that exist, or of a compile-only target), not run."""
-        return self._jitted().lower(self.state_shapes, self._batch_shapes(batch))
+        same = batch is None or shapes_of(batch) == self.setup.batch
+        return (self._traced if same else self._trace(batch)).lower()
 
     def built(self, batch: Any = None) -> Built:
         """The compiled step for a batch of these shapes. Raises RuntimeError if state is not updated in place."""
@@ -202,27 +203,24 @@ class Training:
 
     @cached_property
     def _contract(self) -> tuple[Collective, ...]:
-        traced = self._jitted().trace(self.state_shapes, self._batch_shapes(None))
-        counted = count_collectives(traced.jaxpr.jaxpr, self.setup.program.sizes)
+        counted = count_collectives(self._traced.jaxpr.jaxpr, self.setup.program.sizes)
         hold(expected_collectives(self.setup), counted)
         return counted
 
-    def _jitted(self):
+    @cached_property
+    def _traced(self) -> Traced:
+        return self._trace(self.setup.batch)
+
+    def _trace(self, batch: Any) -> Traced:
         # A leaf that the optimizer writes without reading (Adafactor's placeholders) is updated in place as well.
-        return jax.jit(
+        jitted = jax.jit(
             lambda state, batch: self.step_fn(state, batch),
             donate_argnums=0,
             keep_unused=True,
-            out_shardings=self._results(),
+            out_shardings=(self.setup.where.shardings, NamedSharding(self.mesh, P())),
         )
-
-    def _results(self):
-        return self.setup.where.shardings, NamedSharding(self.mesh, P())
-
-    def _batch_shapes(self, batch: Any) -> Any:
         sharding = self.setup.batch_sharding()
-        shapes = shapes_of(self.setup.batch if batch is None else batch)
-        return jax.tree.map(lambda x: _with_sharding(x, sharding), shapes)
+        return jitted.trace(self.state_shapes, jax.tree.map(lambda x: _with_sharding(x, sharding), shapes_of(batch)))
 
 
 def _arguments(state: TrainState) -> tuple[Any, Any, jax.Array, jax.Array | None]:
@@ -232,9 +230,19 @@ def _arguments(state: TrainState) -> tuple[Any, Any, jax.Array, jax.Array | None
 
 
 def _apart(batch: Any, state: TrainState) -> Any:
-    """A batch without the state's own arrays: their memory is donated while the batch is read."""
-    own = {id(x) for x in jax.tree.leaves(state)}
-    return jax.tree.map(lambda x: jnp.copy(x) if id(x) in own else x, batch)
+    """A batch that shares no memory with the state, which is donated while the batch is read."""
+    own = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
+
+    def apart(x):
+        alike = (y for y in own if (y.shape, y.dtype) == (x.shape, x.dtype)) if isinstance(x, jax.Array) else ()
+        return jnp.copy(x) if any(x is y or _memory(x) & _memory(y) for y in alike) else x
+
+    return jax.tree.map(apart, batch)
+
+
+def _memory(x: jax.Array) -> set[int]:
+    """Where the buffers of an array begin."""
+    return {shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards}
 
 
 def _with_sharding(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:

@@ -27,6 +27,7 @@ ORDER = [
     "state",
     "update",
     "setup",
+    "nans",
     "evaluate",
     "contract",
     "compiled",
