@@ -1,0 +1,41 @@
+"""A module with functions among its leaves, in equinox. In `one_device/` the same script without jaxshard."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxshard as js
+
+js.force_cpu_devices(8)  # leave this line out on a machine with GPUs
+
+
+def make(key):
+    return eqx.nn.MLP(32, "scalar", width_size=64, depth=2, activation=jax.nn.gelu, key=key)
+
+
+_, static = eqx.partition(make(jax.random.key(0)), eqx.is_inexact_array)
+
+
+def init(key):
+    return eqx.filter(make(key), eqx.is_inexact_array)
+
+
+def loss_fn(params, batch):
+    model = eqx.combine(params, static)
+    return jnp.mean((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2)
+
+
+def batches(steps, size=128):
+    random = np.random.default_rng(0)
+    for x in random.normal(size=(steps, size, 32)).astype(np.float32):
+        yield {"x": x, "y": x[:, 0] + x[:, 1]}
+
+
+training = js.parallelize(loss_fn, optax.adam(1e-2), params=init, batch=next(batches(1)), strategy="zero3")
+state = training.init(init, jax.random.key(0))
+for i, batch in enumerate(batches(31)):
+    state, metrics = training.step(state, batch)
+    if i % 10 == 0:
+        print(f"step {i:3}  loss {metrics['loss']:.5f}")
