@@ -24,7 +24,7 @@ def promotion():
         yield
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.smoke] * ("ours" in n)) for n in ANNOTATED])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.smoke] * ("our axes" in n)) for n in ANNOTATED])
 def test_annotated_models_train_as_those_without_annotations(name):
     annotated = ANNOTATED[name]
     data, (theirs, _) = batches(), annotated.plain.train(batches())
