@@ -108,9 +108,15 @@ class Run:
     norm: np.ndarray
 
 
+@functools.cache
+def initial(init: Callable[..., Any], seed: int = 0) -> Any:
+    """What an init function gives on one device, compiled once."""
+    return jax.jit(init)(jax.random.key(seed))
+
+
 def run(training: Any, init: Any, data: Sequence[Any], seed: int = 0) -> Run:
     """Trains over all batches."""
-    state = training.init(init, jax.random.key(seed))
+    state = training.init(initial(init, seed), jax.random.key(seed))
     start, metrics = training.whole(state), []
     for batch in data:
         state, now = training.step(state, batch)
@@ -123,7 +129,7 @@ def one_device(
     loss: Callable[..., Any], init: Any, optimizer: optax.GradientTransformation, data: Sequence[Any]
 ) -> Run:
     """The oracle: the same loss over whole batches, on one device, with nothing of this library."""
-    params = jax.jit(init)(jax.random.key(0))
+    params = initial(init)
     start = jax.tree.map(np.asarray, params)
     opt, metrics = optimizer.init(params), []
 

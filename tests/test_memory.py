@@ -15,7 +15,7 @@ import pytest
 from oracle import lenient, mesh_of
 
 import jaxshard as js
-from jaxshard.state import born_sharded
+from jaxshard.state import initialiser
 
 ADAM = lenient(optax.adam(1e-3))
 HELD = {"ddp": 3, "zero1": 1 + 2 / 8, "zero2": 1 + 2 / 8, "shard_grad_op": 3 / 8, "zero3": 3 / 8}
@@ -97,10 +97,8 @@ def birth(strategy: str) -> Any:
     """The compiled program that makes a state."""
     made = training_for(strategy, whole_budget=0).setup
 
-    def make(key):
-        return born_sharded(made.program, made.optimizer, made.where, lambda k: (init(k), None), key)
-
-    return jax.jit(make, out_shardings=made.where.shardings).lower(jax.random.key(0)).compile()
+    make = initialiser(made.program, made.optimizer, made.where, lambda key: (init(key), None))
+    return make.lower(jax.random.key(0)).compile()
 
 
 def test_no_leaf_is_whole_at_birth():

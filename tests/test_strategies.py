@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from oracle import FORMS, Model, assert_close, batches, lenient, mesh_of, oracle, run
+from quick import QUICK
 
 import jaxshard as js
 from jaxshard import Placement, Strategy
@@ -50,7 +51,14 @@ def size_for(mesh: tuple[int, int]) -> int:
 def trained(model: Model, strategy: str | Strategy, mesh: tuple[int, int], optimizer: Any = SGD, **choices):
     data = batches(STEPS, size_for(mesh))
     training = js.parallelize(
-        model.loss, optimizer, params=model.init, batch=data[0], mesh=mesh_of(*mesh), strategy=strategy, **choices
+        model.loss,
+        optimizer,
+        params=model.init,
+        batch=data[0],
+        mesh=mesh_of(*mesh),
+        strategy=strategy,
+        compiler_options=QUICK,
+        **choices,
     )
     return run(training, model.init, data)
 
