@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, Mesh
-from mistakes import PARAMS, error, training_for
+from mistakes import BATCH, PARAMS, error, training_for
 from oracle import mesh_of
 
 import jaxshard as js
@@ -185,6 +185,9 @@ def test_a_users_own_compiler_option_is_never_dropped_silently():
     training = training_for(compiler_options={"xla_no_such_option": "True"})
     with error(Exception, "xla_no_such_option"):
         training.built()
+    training = training_for(strategy="dp", compiler_options={"xla_no_such_option": "True"})
+    with error(Exception, "xla_no_such_option"):
+        training.step(training.init(PARAMS), BATCH)
 
 
 # Parameters and states
