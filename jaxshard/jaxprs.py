@@ -286,8 +286,16 @@ def varying(jaxpr: Jaxpr, inputs: Sequence[bool]) -> set[Var]:
     for eqn in jaxpr.eqns:
         flags = [isinstance(v, Var) and v in found for v in eqn.invars]
         if any(flags) or _asks_where_it_is(eqn):
+            # What is written to a reference is read from it later, by the same name.
+            found.update(v for v in eqn.invars if isinstance(v, Var) and _is_reference(v))
+            flags = [isinstance(v, Var) and v in found for v in eqn.invars]
             found.update(v for v, flag in zip(eqn.outvars, _varying_results(eqn, flags), strict=True) if flag)
     return found
+
+
+def _is_reference(var: Var) -> bool:
+    """Whether a variable stands for mutable memory (`jax.new_ref`), not for a value."""
+    return hasattr(var.aval, "inner_aval")
 
 
 def _varying_results(eqn: JaxprEqn, flags: list[bool]) -> list[bool]:

@@ -84,8 +84,7 @@ class Setup:
     def initial_state(self, init: Any, key: jax.Array | None) -> TrainState:
         """The state at step 0, from a function of a key or from existing arrays. See `Training.init`."""
         mesh = self.program.mesh
-        if key is not None and not isinstance(key, jax.Array):
-            raise TypeError(f"init(..., key): the key is a {type(key).__name__}; pass jax.random.key(0), or the like.")
+        key = None if key is None else _of_no_device(key)
         if _is_function(init):
             if key is None:
                 raise ValueError("init(init_fn, key): a function needs the key it is called with.")
@@ -94,11 +93,10 @@ class Setup:
                 return split_extra(_arrays(init(key)), self.loss)
 
             self._check_given(jax.eval_shape(make, key))
-            key = _of_no_device(key)
             return settled(mesh, initialiser(self.program, self.optimizer, self.where, make)(key))
         given = split_extra(_arrays(init), self.loss)
         self._check_given(given)
-        key = _of_no_device(jax.random.key(0) if key is None else key)
+        key = jax.random.key(0) if key is None else key
         return settled(mesh, placed(self.program, self.optimizer, self.where, *given, key))
 
     def _check_given(self, given: tuple[Any, Any]) -> None:
@@ -108,8 +106,12 @@ class Setup:
 
 
 def _of_no_device(key: jax.Array) -> jax.Array:
-    """A key from wherever it lives, bound to no device and no mesh."""
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+    """A key from wherever it lives, bound to no device and no mesh. Raises TypeError unless it is one key."""
+    is_new = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    is_old = isinstance(key, jax.Array) and key.dtype == jnp.uint32 and key.ndim == 1
+    if not (is_new and key.shape == ()) and not is_old:
+        raise TypeError(f"init(..., key): the key is {kind_of(key)}; pass one, jax.random.key(0) or the like.")
+    if is_old:
         return jnp.asarray(np.asarray(key))
     return jax.random.wrap_key_data(np.asarray(jax.random.key_data(key)), impl=jax.random.key_impl(key))
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
+from jaxshard.checks import whole_number
 from jaxshard.mesh import unplaced
 from jaxshard.precision import LossScale, cast_floats, initial_loss_scale
 from jaxshard.program import Program
@@ -132,10 +133,13 @@ def init_layers(init_layer: Callable[[jax.Array], Any], key: jax.Array, layers: 
     """The stacked parameters of `layers` layers, made one after the other, for use in an init function.
 
     init_layer: a function of a key that returns one layer's parameters, of any shapes. Each leaf of the result has one
-    more dim, of size `layers`, in front. The values are those of ``jax.vmap(init_layer)(jax.random.split(key,
-    layers))``, but the temporaries are one layer's: orthogonal initialisers do not partition, and need up to four whole
-    copies of what they make. For a list of layers, take slices of the result.
+    more dim, of size `layers`, in front; for a list of layers, take slices of it. The values are those of
+    ``jax.vmap(init_layer)(jax.random.split(key, layers))``, but the temporaries are one layer's: orthogonal
+    initialisers do not partition, and need up to four whole copies of what they make.
+
+    Raises TypeError or ValueError unless `layers` is an int of 1 or more.
     """
+    layers = whole_number("init_layers: layers", layers, "how many there are")
     return jax.lax.map(init_layer, jax.random.split(key, layers))
 
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Lowered, Traced
 
-from jaxshard.checks import check_alive, check_places, check_state
+from jaxshard.checks import check_alive, check_batch, check_places, check_state, noted
 from jaxshard.compiler import Built, build, options_for
 from jaxshard.contract import Collective, count_collectives, expected_collectives, hold
 from jaxshard.dp import DataParallel
@@ -148,6 +148,8 @@ class Training:
         to a step before.
         """
         check_alive(state)
+        if batch is None:  # what an exhausted loader gives
+            check_batch(batch, self.setup.parts)
         batch = self.setup.place(_apart(batch, state))
         built = self.built(batch)
         try:
@@ -220,7 +222,12 @@ class Training:
             out_shardings=(self.setup.where.shardings, NamedSharding(self.mesh, P())),
         )
         sharding = self.setup.batch_sharding()
-        return jitted.trace(self.state_shapes, jax.tree.map(lambda x: _with_sharding(x, sharding), shapes_of(batch)))
+        shapes = jax.tree.map(lambda x: _with_sharding(x, sharding), shapes_of(batch))
+        with noted(
+            "The step was being traced, where the loss's own derivative rules (custom_vjp, custom_jvp) run first: they "
+            f"may use the axes {BATCH_AXES}, but no axis_name= and no sharding constraint."
+        ):
+            return jitted.trace(self.state_shapes, shapes)
 
 
 def _arguments(state: TrainState) -> tuple[Any, Any, jax.Array, jax.Array | None]:

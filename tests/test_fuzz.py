@@ -57,6 +57,15 @@ FRESH = 11
 """Examples of one run of hypothesis: after ten it prefers to vary those it had, which makes for fewer programs."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled_programs_that_never_come_back_are_not_kept():
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = jax.config.values[name]
+    jax.config.update(name, before if SEED else 1e9)
+    yield
+    jax.config.update(name, before)
+
+
 @dataclass
 class Census:
     """What the examples of one test were: how often each program, kind of node and choice."""

@@ -136,7 +136,7 @@ def test_keys_of_any_style(key):
     state, metrics = training.step(training.init(init, key()), X)
     assert np.isfinite(metrics["loss"])
     assert state.step == 1
-    with pytest.raises(TypeError, match="the key is a int"):
+    with pytest.raises(TypeError, match="the key is an int"):
         training.init(init, 0)  # pyright: ignore[reportArgumentType] -- that is the mistake
 
 
@@ -188,3 +188,51 @@ def test_debug_nans_does_not_blame_the_state():
     finally:
         jax.config.update("jax_debug_nans", False)
     assert metrics["loss"] > 0
+
+
+@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="this JAX has no references")
+def test_what_passes_through_a_reference_varies():
+    """A device's own index, written to mutable memory and read again, picks its own rows of the whole weight."""
+
+    def index(part):
+        return (jnp.argmax(part[:, 0]) % 5).astype(jnp.int32)
+
+    def picked(w, part, i):
+        return jnp.mean((part @ lax.dynamic_slice(w, (i, 0), (4, 8))[0]) ** 2)
+
+    def loss(params, batch):
+        reference = jax.new_ref(jnp.zeros((), jnp.int32))
+        reference[...] = index(batch)
+        return picked(params["w"], batch, reference[...])
+
+    def on_parts(params):
+        return jnp.mean(jnp.stack([picked(params["w"], part, index(part)) for part in X.reshape(8, 2, 8)]))
+
+    params = jax.tree.map(jnp.asarray, weights(8, 8))
+    assert len({int(index(part)) for part in X.reshape(8, 2, 8)}) > 1
+    wanted, grads = jax.value_and_grad(on_parts)(params)
+    training = make(loss, params)
+    state, metrics = training.step(training.init(params), X)
+    np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)
+    moved = np.asarray(params["w"]) - training.whole(state)["w"]
+    np.testing.assert_allclose(moved, RATE * grads["w"], rtol=0, atol=1e-5 * float(jnp.abs(grads["w"]).max()))
+
+
+@pytest.mark.parametrize("layers", [0, -1, 2.0, True])
+def test_a_number_of_layers(layers):
+    with pytest.raises((TypeError, ValueError), match="init_layers: layers"):
+        js.init_layers(lambda key: jax.random.normal(key, (2,)), jax.random.key(0), layers)
+
+
+@pytest.mark.parametrize("key", [0, jax.random.split(jax.random.key(0), 3)], ids=["an int", "three"])
+def test_init_takes_one_key(key):
+    params = weights(8, 8)
+    with pytest.raises(TypeError, match="the key is an"):
+        make(mean_square, params).init(params, key)
+
+
+def test_no_batch_is_no_batch():
+    params = weights(8, 8)
+    training = make(mean_square, params)
+    with pytest.raises(ValueError, match="batch has no arrays"):
+        training.step(training.init(params), None)
