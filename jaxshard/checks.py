@@ -158,7 +158,7 @@ def check_optimizer(optimizer: Any, params: Any) -> None:
         with noted(
             "optimizer=: its update failed. It is called once a step, as update(grads, state, params, value=loss); an "
             "optimizer that evaluates the loss again (value_fn, grad_fn), as a line search does, cannot be used here. "
-            "One that takes no value= can be wrapped: GradientTransformation(o.init, lambda g, s, p: o.update(g, s, p))."
+            "One that takes no value= can be wrapped: GradientTransformation(o.init, lambda *args: o.update(*args))."
         ):
             loss = jax.ShapeDtypeStruct((), jnp.float32)
             updates, new_state = jax.eval_shape(update, params, state, params, loss)

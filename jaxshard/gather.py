@@ -29,6 +29,7 @@ from jaxshard.jaxprs import (
     evaluate,
     product_order,
     scan_parts,
+    shape_of,
     stands_for,
     varying,
     varying_in_scan,
@@ -104,7 +105,7 @@ def _interpret(
             results = _apply(eqn, operands, flags, choices, place) if held else evaluate(eqn, operands)
         values.update(zip(eqn.outvars, results, strict=True))
     # A result may be a literal, and a literal a Python number. It stays a constant, of which a sum sends nothing.
-    return [np.asarray(v.val, v.aval.dtype) if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
+    return [np.asarray(v.val, shape_of(v).dtype) if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
 
 
 def _apply(eqn: JaxprEqn, operands: list[Any], varies: list[bool], choices: Choices, place: _Place) -> list[Any]:

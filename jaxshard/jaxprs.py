@@ -262,9 +262,9 @@ def is_elementwise(jaxpr: Jaxpr) -> bool:
     """Whether each element of every array comes from the same elements of others, and from scalars, alone."""
 
     def local(eqn: JaxprEqn) -> bool:
-        shapes = {x.aval.shape for x in (*eqn.invars, *eqn.outvars)} - {()}
+        shapes = {shape_of(x).shape for x in (*eqn.invars, *eqn.outvars)} - {()}
         if eqn.primitive.name == "broadcast_in_dim":
-            return eqn.invars[0].aval.shape == ()
+            return shape_of(eqn.invars[0]).shape == ()
         return not shapes or bool(subjaxprs(eqn)) or (eqn.primitive.name in ELEMENTWISE and len(shapes) == 1)
 
     return all(local(site.eqn) for site in walk(jaxpr))

@@ -113,7 +113,7 @@ def _of_no_device(key: jax.Array) -> jax.Array:
         raise TypeError(f"init(..., key): the key is {kind_of(key)}; pass one, jax.random.key(0) or the like.")
     if is_old:
         return jnp.asarray(np.asarray(key))
-    return jax.random.wrap_key_data(np.asarray(jax.random.key_data(key)), impl=jax.random.key_impl(key))
+    return jax.random.wrap_key_data(jnp.asarray(np.asarray(jax.random.key_data(key))), impl=jax.random.key_impl(key))
 
 
 def _arrays(tree: Any) -> Any:

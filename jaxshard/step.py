@@ -176,7 +176,9 @@ class Training:
     @unplaced()
     def lower(self, batch: Any = None) -> Lowered:
         """The step, lowered for this mesh (of devices that exist, or of a compile-only target), not run."""
-        same = batch is None or shapes_of(batch) == self.setup.batch
+        batch = self.setup.batch if batch is None else batch
+        # To find a NaN, JAX keeps what is donated, and says so when it traces.
+        same = shapes_of(batch) == self.setup.batch and not debugs_nans()
         return (self._traced if same else self._trace(batch)).lower()
 
     def built(self, batch: Any = None) -> Built:

@@ -34,7 +34,7 @@ def update_collectives(made: Setup) -> tuple[Collective, ...]:
         return ()
     state = jax.tree.map(_placed, where.shapes, where.shardings)
     whole = sharding(P(), program.strategy.params, program.mesh)
-    scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)
+    scalar: Any = jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)
     result = Gradients(
         grads=program.learning(
             program.map(
@@ -56,7 +56,7 @@ def update_collectives(made: Setup) -> tuple[Collective, ...]:
         return updated(program, made.optimizer, where, state, result, made.clip)
 
     compiled = jax.jit(update, out_shardings=where.shardings).lower(state, result).compile()
-    counted = compiled_collectives(parse(compiled.as_text()), axis_sizes(program.mesh))
+    counted = compiled_collectives(parse(compiled.as_text() or ""), axis_sizes(program.mesh))
     ours = [one for one in counted if one.purpose == "gather"]  # of updated slices, which stand in the contract
     return tuple(replace(one, purpose="update", leaf="") for one in counted if one not in ours)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,7 +92,7 @@ def bytes_to_initialise(init):
             x = jnp.tanh(x @ w["up"]) @ w["down"]
         return jnp.mean(x)
 
-    training = js.parallelize(
+    training: Any = js.parallelize(
         loss, ADAM, params=init, batch=np.ones((8, WIDTH), np.float32), mesh=mesh_of(1, 8), whole_budget=0
     )
     made = training.setup

@@ -3,6 +3,8 @@
 Oracle: the same optimizer on one device. On shards these are silently wrong, which the first test shows.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,8 +62,9 @@ def test_on_a_shard_it_would_be_wrong(name):
     params = {"w": jax.random.normal(key, (16, 16)) * jnp.linspace(0.1, 1, 16)[:, None]}
     grads = {"w": jax.random.normal(other, (16, 16)) * jnp.linspace(1, 0.1, 16)[:, None]}
 
-    def updates(params, grads):
-        return optimizer.update(grads, optimizer.init(params), params)[0]["w"]
+    def updates(params: Any, grads: Any) -> Any:
+        new: Any = optimizer.update(grads, optimizer.init(params), params)[0]
+        return new["w"]
 
     half = slice(8)
     whole = updates(params, grads)[half]
