@@ -35,11 +35,6 @@ from fuzz import Leaf, Oracle, Program, Setting, check, nodes, programs, setting
 from hypothesis import HealthCheck, Phase, given
 from quick import QUICK
 
-FASTER = {"xla_cpu_parallel_codegen_split_count": "1"}
-if jax.__version_info__ < (0, 11):
-    FASTER["xla_cpu_use_fusion_emitters"] = "False"
-OPTIONS = QUICK | FASTER
-
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "41"))
 """Of each test, at least."""
 SEED = os.environ.get("FUZZ_SEED", "" if "FUZZ_EXAMPLES" in os.environ else "0")
@@ -114,7 +109,7 @@ def fuzz(kinds: tuple[str, ...], examples: int, name: str) -> Census:
     @given(program=programs(*kinds), setting=settings())
     def step_equals_one_device(program, setting):
         if (program, setting) not in census.examples:  # the simplest one is the first of every run
-            census.add(program, setting, check(program, setting, OPTIONS))
+            census.add(program, setting, check(program, setting, QUICK))
 
     runs = 0
     while len(census.examples) < examples:
