@@ -38,7 +38,8 @@ class Explanation:
 
     leaves: a row per parameter. bytes_per_device: by class (params, grads, opt, extra). contract: every collective of
     a step. update: what the optimizer's update sends besides, as this compiler chose. options: XLA options of the
-    target. left_out: those that its compiler does not know.
+    target. left_out: those that its compiler does not know. device, moves: whose figures these are, and whether it
+    sends or (the first device under `dp`) receives as well.
     """
 
     strategy: str
@@ -49,6 +50,8 @@ class Explanation:
     update: tuple[Collective, ...] = ()
     options: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
+    device: str = "each device"
+    moves: str = "sent"
 
     @property
     def wire_bytes(self) -> int:
@@ -65,7 +68,7 @@ class Explanation:
                 row.grads,
                 row.opt,
                 f"{row.bytes_per_device:,}",
-                f"{row.leaf.whole_because} (+{row.whole_costs:,} B)" if row.leaf.whole_because else "",
+                f"{row.leaf.whole_because} (+{row.whole_costs:,} B)" if row.whole_costs else "",
             )
             for row in self.leaves
         ]
@@ -75,8 +78,8 @@ class Explanation:
         parts = [
             f"{self.strategy} on {mesh}",
             table(header, rows),
-            "held by each device:\n" + table((), totals),
-            f"sent by each device in a step, {self.wire_bytes - besides:,} B:\n" + _sent(self.contract),
+            f"held by {self.device}:\n" + table((), totals),
+            f"{self.moves} by {self.device} in a step, {self.wire_bytes - besides:,} B:\n" + _sent(self.contract),
             f"the optimizer's update sends {besides:,} B more, because it is not elementwise; this compiler chose:\n"
             + _sent(self.update)
             if self.update
@@ -129,6 +132,8 @@ def explain(made: Setup, contract: tuple[Collective, ...], left_out: Mapping[str
         update=update_collectives(made),
         options={name: value for name, value in options.items() if name not in left_out},
         left_out=dict(left_out),
+        device="the first device" if program.strategy.params.devices == "first" else "each device",
+        moves="sent and received" if program.strategy.params.devices == "first" else "sent",
     )
 
 

@@ -142,8 +142,10 @@ def test_printed(strategy):
     for one in explanation.contract:
         assert f"{one.count} x {one.kind}" in text
         assert f"{one.bytes:,} B" in text
-    assert f"sent by each device in a step, {explanation.wire_bytes:,} B" in text
-    assert "no dim of (3, 28) divides by 8" in text
+    moved = "sent and received by the first device" if strategy == "dp" else "sent by each device"
+    assert f"{moved} in a step, {explanation.wire_bytes:,} B" in text
+    splits = strategy not in ("dp", "ddp")  # where nothing is split, nothing needs a reason
+    assert ("no dim of (3, 28) divides by 8" in text) == splits
     assert all(line == line.rstrip() for line in text.splitlines())
 
 

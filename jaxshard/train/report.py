@@ -43,7 +43,7 @@ def say(console: Console, line: str) -> None:
 
 def summary(console: Console, explanation: Any) -> None:
     """What each device held, and what it sent in each step, from `training.explain()`."""
-    held = Table("each device holds", "size", box=SIMPLE_HEAD)
+    held = Table("state", "size", box=SIMPLE_HEAD)
     held.columns[1].justify = "right"
     for name, size in explanation.bytes_per_device.items():
         if size:
@@ -55,14 +55,14 @@ def summary(console: Console, explanation: Any) -> None:
         kind = (collective.kind, " x ".join(collective.axes), collective.dtype)
         calls[kind] += collective.count
         wire[kind] += collective.wire_bytes
-    sent = Table("each device sends in a step", "over", "dtype", "calls", "size", box=SIMPLE_HEAD)
+    sent = Table("collective", "over", "dtype", "calls", "size", box=SIMPLE_HEAD)
     for column in sent.columns[3:]:
         column.justify = "right"
     for kind in calls:
         sent.add_row(*map(str, kind), str(calls[kind]), mib(wire[kind]))
     sent.add_row("in all", "", "", str(calls.total()), mib(wire.total()))
-    console.print(held)
-    console.print(sent)
+    console.print(f"held by {explanation.device}:", held)
+    console.print(f"{explanation.moves} by {explanation.device} in a step:", sent)
 
 
 def mib(size: float) -> str:
