@@ -234,6 +234,11 @@ def sharding(spec: P, placement: Placement, mesh: Mesh) -> Sharding:
     return SingleDeviceSharding(mesh.devices.flat[0]) if placement.devices == "first" else NamedSharding(mesh, spec)
 
 
+def shape_at(x: Any, at: Sharding) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of an array that lives at a sharding."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
+
+
 def bytes_per_device(tree_layout: Any, placement: Placement, mesh: Mesh) -> int:
     """What one device holds of these leaves."""
     pieces = size_over(mesh, placement.axes)

@@ -26,6 +26,7 @@ from jaxshard.nans import blamed_step, debugs_nans
 from jaxshard.precision import Precision
 from jaxshard.program import Program
 from jaxshard.setup import Setup, setup, shapes_of
+from jaxshard.specs import shape_at
 from jaxshard.state import TrainState
 from jaxshard.strategy import BATCH_AXES, Strategy, named
 from jaxshard.update import step_metrics, updated
@@ -112,7 +113,7 @@ class Training:
     def state_shapes(self) -> TrainState:
         """The state as ShapeDtypeStructs that carry their shardings."""
         where = self.setup.where
-        return jax.tree.map(_with_sharding, where.shapes, where.shardings)
+        return jax.tree.map(shape_at, where.shapes, where.shardings)
 
     def init(self, init_fn: Any, key: jax.Array | None = None) -> TrainState:
         """The state at step 0, born sharded: no leaf is ever whole on a device unless its spec says so.
@@ -224,7 +225,7 @@ class Training:
             out_shardings=(self.setup.where.shardings, NamedSharding(self.mesh, P())),
         )
         sharding = self.setup.batch_sharding()
-        shapes = jax.tree.map(lambda x: _with_sharding(x, sharding), shapes_of(batch))
+        shapes = jax.tree.map(lambda x: shape_at(x, sharding), shapes_of(batch))
         with noted(
             "The step was being traced, where the loss's own derivative rules (custom_vjp, custom_jvp) run first: they "
             f"may use the axes {BATCH_AXES}, but no axis_name= and no sharding constraint."
@@ -252,10 +253,6 @@ def _apart(batch: Any, state: TrainState) -> Any:
 def _memory(x: jax.Array) -> set[int]:
     """Where the buffers of an array begin."""
     return {shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards}
-
-
-def _with_sharding(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def _global_gradients(program: Program, params: Any, extra: Any, batch: Any, key: Any, scale: Any) -> Gradients:

@@ -20,7 +20,7 @@ from jaxshard.gradients import Gradients
 from jaxshard.jaxprs import is_elementwise
 from jaxshard.mesh import axis_sizes
 from jaxshard.setup import Setup
-from jaxshard.specs import sharding, shardings
+from jaxshard.specs import shape_at, sharding, shardings
 from jaxshard.update import apply_optimizer, updated
 
 
@@ -32,16 +32,11 @@ def update_collectives(made: Setup) -> tuple[Collective, ...]:
     program, where = made.program, made.where
     if program.pieces == 1 or not program.strategy.opt.axes:
         return ()
-    state = jax.tree.map(_placed, where.shapes, where.shardings)
+    state = jax.tree.map(shape_at, where.shapes, where.shardings)
     whole = sharding(P(), program.strategy.params, program.mesh)
     scalar: Any = jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)
     result = Gradients(
-        grads=program.learning(
-            program.map(
-                lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at),
-                shardings(program.layout, program.strategy.opt, program.mesh),
-            )
-        ),
+        grads=program.learning(program.map(shape_at, shardings(program.layout, program.strategy.opt, program.mesh))),
         loss=scalar,
         metrics={},
         norm=scalar,
@@ -59,7 +54,3 @@ def update_collectives(made: Setup) -> tuple[Collective, ...]:
     counted = compiled_collectives(parse(compiled.as_text() or ""), axis_sizes(program.mesh))
     ours = [one for one in counted if one.purpose == "gather"]  # of updated slices, which stand in the contract
     return tuple(replace(one, purpose="update", leaf="") for one in counted if one not in ours)
-
-
-def _placed(x: Any, at: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
