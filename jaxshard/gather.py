@@ -31,10 +31,9 @@ from jaxshard.jaxprs import (
     scan_parts,
     shape_of,
     stands_for,
-    varying,
-    varying_in_scan,
 )
 from jaxshard.onshard import read_by_rows
+from jaxshard.varying import varying, varying_in_scan
 
 Policy = Callable[..., Any]
 NEVER_SAVED = (WHOLE, "all_gather", "all_gather_invariant", "optimization_barrier")

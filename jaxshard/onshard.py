@@ -13,7 +13,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from jaxshard.jaxprs import INLINED, REMAT, body_of, scan_parts, shape_of, varying, varying_in_scan
+from jaxshard.jaxprs import INLINED, REMAT, body_of, scan_parts, shape_of
+from jaxshard.varying import varying, varying_in_scan
 
 Params = dict[str, Any]
 Rule = Callable[[JaxprEqn, int, int], tuple[int, Params] | None]

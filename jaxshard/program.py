@@ -16,12 +16,13 @@ from jaxshard.checks import leaves_by_path
 from jaxshard.collectives import Route
 from jaxshard.gather import Choices, gather_at_use
 from jaxshard.held import Held
-from jaxshard.jaxprs import first_results, origin, trace, varying
+from jaxshard.jaxprs import first_results, origin, trace
 from jaxshard.loss import Loss, LossFunction
 from jaxshard.mesh import axis_sizes, size_over
 from jaxshard.precision import Precision, cast_floats
 from jaxshard.specs import Leaf, path_of, route, split_axes
 from jaxshard.strategy import Placement, Strategy
+from jaxshard.varying import varying
 
 
 @dataclass(frozen=True, kw_only=True)

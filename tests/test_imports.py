@@ -17,6 +17,7 @@ ORDER = [
     "loss",
     "precision",
     "jaxprs",
+    "varying",
     "onshard",
     "collectives",
     "held",
