@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +24,27 @@ class ProcessError(RuntimeError):
     """What went wrong in the other process, with its traceback."""
 
 
-def run(function: Callable[..., Any] | str, /, **arguments: Any) -> Any:
+def run(
+    function: Callable[..., Any] | str, /, *, environment: Mapping[str, str] | None = None, **arguments: Any
+) -> Any:
     """``function(**arguments)`` in a fresh process with ``JAX_PLATFORMS=cpu``.
 
     function: one that can be found by its name in its module or script, or its place as text:
     ``"package.module:name"`` or ``"path/script.py:name"``. A script is loaded under a name that is not ``__main__``.
-    arguments, and the result: what JSON can say. What it prints is printed.
+    environment: variables that are set there besides. arguments, and the result: what JSON can say. What it prints is
+    printed.
 
     Raises ValueError for a function that has no such place, and ProcessError if it fails.
     """
     place = function if isinstance(function, str) else _place(function)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        paths = os.pathsep.join(filter(None, sys.path))
         done = subprocess.run(
             # -P: a script's folder is not searched for modules, and this one's has names of its own.
             [sys.executable, "-P", __file__, place, str(result)],
             input=json.dumps(arguments),
-            env=environment,
+            env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths, **(environment or {})},
             text=True,
             check=False,
         )
