@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -27,7 +27,8 @@ class Work:
 
     name, opcode: of the instruction. times: how often it runs in a step. loops: as in `walk.Site`.
     flops: of matrix products and convolutions, 2 for each multiply-add; all else is bound by memory. dtype: of what
-    they multiply. bytes: read from and written to the device's memory. host_bytes: the same of the host's.
+    they multiply. bytes: read from and written to the device's memory. host_bytes: the same of the host's. target: of
+    a custom call.
     """
 
     name: str
@@ -38,30 +39,36 @@ class Work:
     dtype: str
     bytes: int
     host_bytes: int
+    target: str = ""
 
 
 def work(module: Module) -> tuple[Work, ...]:
     """Every instruction that computes, reads or writes, in the order in which they are scheduled."""
-    found = []
-    for site in walk(module):
-        one, computation = site.instruction, site.computation
-        if one.opcode in _FREE or one.opcode.endswith("-done"):
-            continue
-        flops = _flops(module, computation, one)
-        moved = list(_moved(module, computation, one))
-        found.append(
-            Work(
-                name=one.name,
-                opcode=one.opcode,
-                times=site.times,
-                loops=site.loops,
-                flops=sum(count for count, _ in flops),
-                dtype=max(flops, default=(0, ""))[1],
-                bytes=sum(array.bytes for array in moved if array.space != HOST),
-                host_bytes=sum(array.bytes for array in moved if array.space == HOST),
-            )
-        )
-    return tuple(found)
+    found = (
+        (site, work_of(module, site.computation, site.instruction))
+        for site in walk(module)
+        if not site.instruction.opcode.endswith("-done")
+    )
+    return tuple(replace(one, times=site.times, loops=site.loops) for site, one in found if one)
+
+
+def work_of(module: Module, computation: Computation, one: Instruction) -> Work | None:
+    """What one instruction does when it runs once; None for those that do nothing or only lead to others."""
+    if one.opcode in _FREE:
+        return None
+    flops = _flops(module, computation, one)
+    moved = list(_moved(module, computation, one))
+    return Work(
+        name=one.name,
+        opcode=one.opcode,
+        times=1,
+        loops=(),
+        flops=sum(count for count, _ in flops),
+        dtype=max(flops, default=(0, ""))[1],
+        bytes=sum(array.bytes for array in moved if array.space != HOST),
+        host_bytes=sum(array.bytes for array in moved if array.space == HOST),
+        target=_target(one) if one.opcode == "custom-call" else "",
+    )
 
 
 def uncounted(module: Module) -> tuple[str, ...]:
