@@ -26,9 +26,9 @@ class Work:
     """What an instruction does each time it runs.
 
     name, opcode: of the instruction. times: how often it runs in a step. loops: as in `walk.Site`.
-    flops: of matrix products and convolutions, 2 for each multiply-add; all else is bound by memory. dtype: of what
-    they multiply. bytes: read from and written to the device's memory. host_bytes: the same of the host's. target: of
-    a custom call.
+    flops: of matrix products, convolutions and cuDNN's attention, 2 for each multiply-add; all else is bound by memory.
+    dtype: of what they multiply. bytes: read from and written to the device's memory. host_bytes: the same of the
+    host's. target: of a custom call.
     """
 
     name: str
@@ -100,15 +100,36 @@ def _flops(module: Module, computation: Computation, one: Instruction) -> list[t
             for count in _flops(module, inner, instruction)
         ]
     if one.opcode == "custom-call":
-        if dims := re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', one.attributes):
-            return [_product(one.arrays[0], operands[0], [int(n) for n in re.findall(r"\d+", dims[1])])]
         if role := re.search(r'"__cudnn\$conv(Forward|BackwardInput|BackwardFilter)', one.attributes):
             return [_convolution(one, *_roles(role[1], operands, one.arrays[0]))]
+        if _target(one).startswith("__cudnn$fmha"):
+            return [_attention(one, operands[0])]
+        if dims := re.search(r'"lhs_contracting_dimensions": ?\[([^\]]*)\]', one.attributes):
+            return [_product(one.arrays[0], operands[0], [int(n) for n in re.findall(r"\d+", dims[1])])]
     return []
 
 
 def _product(result: Array, left: Array, contracted: Sequence[int]) -> tuple[int, str]:
     return 2 * result.size * math.prod(left.dims[dim] for dim in contracted), left.dtype
+
+
+def _attention(one: Instruction, queries: Array) -> tuple[int, str]:
+    """Two products of queries with keys, or of their weights with values; five in the backward pass (Dao 2023).
+
+    A causal mask leaves half of the pairs, a sliding window so many keys to each query.
+    """
+    shape = re.search(r'"intermediate_tensor_shape":.*?"dimensions": ?\[([^\]]*)\]', one.attributes)
+    if shape is None:
+        raise ValueError(f"{one.name}: a call of cuDNN's attention without the shape of its weights.")
+    *outer, length, keys = (int(n) for n in re.findall(r"\d+", shape[1]))
+    window = re.search(r'"sliding_window_length": ?"?(\d+)', one.attributes)
+    causal = re.search(r'"mask_type": ?"\w*CAUSAL"', one.attributes)
+    if window and 0 < int(window[1]) < keys:
+        pairs = length * int(window[1])
+    else:
+        pairs = length * keys // (2 if causal else 1)
+    products = 5 if "Backward" in _target(one) else 2
+    return 2 * products * math.prod(outer) * pairs * queries.dims[-1], queries.dtype
 
 
 def _roles(direction: str, operands: list[Array], result: Array) -> tuple[Array, Array, Array]:
