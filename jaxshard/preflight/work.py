@@ -122,14 +122,11 @@ def _attention(one: Instruction, queries: Array) -> tuple[int, str]:
     if shape is None:
         raise ValueError(f"{one.name}: a call of cuDNN's attention without the shape of its weights.")
     *outer, length, keys = (int(n) for n in re.findall(r"\d+", shape[1]))
-    window = re.search(r'"sliding_window_length": ?"?(\d+)', one.attributes)
-    causal = re.search(r'"mask_type": ?"\w*CAUSAL"', one.attributes)
-    if window and 0 < int(window[1]) < keys:
-        pairs = length * int(window[1])
-    else:
-        pairs = length * keys // (2 if causal else 1)
+    seen = keys // 2 if re.search(r'"mask_type": ?"\w*CAUSAL"', one.attributes) else keys
+    if window := re.search(r'"sliding_window_length": ?"?([1-9]\d*)', one.attributes):
+        seen = min(seen, int(window[1]))
     products = 5 if "Backward" in _target(one) else 2
-    return 2 * products * math.prod(outer) * pairs * queries.dims[-1], queries.dtype
+    return 2 * products * math.prod(outer) * length * seen * queries.dims[-1], queries.dtype
 
 
 def _roles(direction: str, operands: list[Array], result: Array) -> tuple[Array, Array, Array]:
