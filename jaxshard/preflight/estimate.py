@@ -101,7 +101,7 @@ def missing(text: str, module: Module) -> str:
             "XLA's scheduler (jax 0.12) has no time for the asynchronous fusions of this program, in which a loop "
             "writes what it keeps, and takes 5000 us for each."
         )
-    absent = [one.name for one in inside if one.name not in statistics]
+    absent = dict.fromkeys(one.name for one in inside if one.name not in statistics)
     return f"XLA's scheduler said nothing of {', '.join(absent)}: this is another program's text." if absent else ""
 
 
