@@ -39,7 +39,7 @@ ORDER = [
     "step",
 ]
 PACKAGES = {"compiled"}  # whose files stand together in the list
-PROGRAM = {"preflight", "train", "cli", "__main__"}  # what knows the library
+PROGRAM = {"preflight", "train", "cli", "testing", "__main__"}  # what knows the library
 
 
 def imported(path: Path) -> set[str]:

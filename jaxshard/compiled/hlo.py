@@ -138,13 +138,16 @@ def _instruction(name: str, line: str, start: int) -> Instruction:
     return Instruction(
         name=name,
         opcode=line[end:opened].strip(),
-        arrays=tuple(
-            _array(*found) for found in _ARRAY.findall(line[start:end]) if found[0] not in ("token", "opaque")
-        ),
+        arrays=arrays(line[start:end]),
         operands=tuple(operands),
         attributes=line[closed + 1 :],
         literal="" if operands else line[opened + 1 : closed],
     )
+
+
+def arrays(type: str) -> tuple[Array, ...]:
+    """The arrays of a type as XLA writes it, a tuple's flat: ``(f32[2,3]{1,0}, s32[])``."""
+    return tuple(_array(*found) for found in _ARRAY.findall(type) if found[0] not in ("token", "opaque"))
 
 
 def _closing(line: str, opened: int) -> int:
