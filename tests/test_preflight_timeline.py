@@ -90,8 +90,8 @@ def test_a_message_half_hidden():
     assert found.bound_by == "compute"
     assert [(one.label, one.seconds) for one in found.slowest] == [
         ("blocks.up over shard", 1),
-        ("dot", 0.5),
-        ("dot2", 0.5),
+        ("dot float32[100,100]", 0.5),
+        ("dot2 float32[100,100]", 0.5),
     ]
 
 

@@ -26,7 +26,7 @@ class Event:
     lane: ``compute``, ``collectives``, or ``host`` for asynchronous transfers to and from the host's memory.
     kind: ``matmul``, ``attention``, ``memory`` or ``host``, what bounds it; of a message its kind, such as
     ``all_gather``. start: seconds since its pass began. label: of a message its leaves and axes; else where in the
-    model it comes from.
+    model it comes from, and the shape that it gives.
     """
 
     name: str
@@ -187,10 +187,11 @@ class _Simulation:
             self._start(lanes, one)
         elif work := work_of(module, computation, one):
             kind, seconds = self._cost(work)
+            made = f"{_scope(one)} {_shape(one)}"
             if kind == "host" and one.opcode.endswith("-start"):
-                lanes.start(one.name, "host", kind, seconds, label(one))
+                lanes.start(one.name, "host", kind, seconds, made)
             else:
-                lanes.compute(one.name, kind, seconds, label(one))
+                lanes.compute(one.name, kind, seconds, made)
 
     def _send(self, lanes: Lanes, one: Instruction, sent: list[Message]) -> None:
         first = sent[0].sent
@@ -202,7 +203,7 @@ class _Simulation:
             "collectives",
             first.kind,
             seconds,
-            f"{leaves or label(one)} over {over}",
+            f"{leaves or _scope(one)} over {over}",
             title=f"{first.kind} over {over}",
         )
         inner = [x for body in self.module.called(one) for x in body.instructions.values()]
@@ -215,7 +216,7 @@ class _Simulation:
             if 'async_execution_thread="host"' in one.attributes:
                 done = [work_of(self.module, body, x) for x in body.instructions.values()]
                 moved = sum(work.bytes + work.host_bytes for work in done if work)
-                lanes.start(one.name, "host", "host", moved / self.device.host_bandwidth, label(one))
+                lanes.start(one.name, "host", "host", moved / self.device.host_bandwidth, _scope(one))
             else:
                 self._run(lanes, body)
 
@@ -252,7 +253,13 @@ _STRUCTURE = {
 }
 
 
-def label(one: Instruction) -> str:
+def _shape(one: Instruction) -> str:
+    """Of its result, or the first of them."""
+    first = one.arrays[0]
+    return f"{first.dtype}[{','.join(map(str, first.dims))}]"
+
+
+def _scope(one: Instruction) -> str:
     """Where in the model an instruction comes from: its leaf, or the last scopes that are not JAX's own machinery."""
     stack, names = one.op_name, []
     while stack != (stack := _WRAPPED.sub(r"\1", stack)):
