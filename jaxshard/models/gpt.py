@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial, reduce
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
+
+from jaxshard.models.attention import Form, best_form, causal_attention
+from jaxshard.models.loss import cross_entropy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +55,10 @@ class GPTConfig:
     """Blocks as one stack of parameters that is scanned over (quick to compile), or as a list."""
     remat: Literal["none", "full", "dots"] = "none"
     """What the backward pass recomputes in each block: nothing, all of it, or all but the matrix products."""
-    attention: Literal["xla", "cudnn"] = "xla"
-    """The attention kernel; cudnn needs a GPU and 16-bit floats."""
+    attention: Form = "auto"
+    """All scores at once, in blocks, or cuDNN's kernel for GPUs and 16-bit floats; auto: see `resolved`."""
+    loss_chunk: int | None = None
+    """Tokens whose logits are held at once, and computed again in the backward pass; None: all."""
     init_std: float = 0.02
     """Standard deviation of the initial weights."""
     dtype: str | None = None
@@ -64,6 +68,8 @@ class GPTConfig:
         for name in ("vocab", "width", "layers", "heads", "context"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name} is {getattr(self, name)}; it must be 1 or more.")
+        if self.loss_chunk is not None and self.loss_chunk < 1:
+            raise ValueError(f"model.loss_chunk is {self.loss_chunk}; it must be 1 or more, or left out.")
         if self.width % self.heads:
             raise ValueError(f"model.width = {self.width} does not divide into model.heads = {self.heads} heads.")
         if self.heads % self.groups:
@@ -85,6 +91,24 @@ class GPTConfig:
     @property
     def hidden(self) -> int:
         return round(self.width * self.mlp_ratio)
+
+
+def resolved(config: GPTConfig, *, platform: str, cudnn: bool, compute: str) -> GPTConfig:
+    """The config with `attention` decided for its devices: cuDNN's where it can be, else blocks for long sequences.
+
+    platform: of the devices, as JAX names it. cudnn: whether JAX can use cuDNN. compute: the dtype of compute.
+
+    Raises ValueError when cuDNN is asked for where it cannot be. (Left undecided, `auto` is one that runs anywhere.)
+    """
+    form = best_form(
+        config.attention,
+        length=config.context,
+        channels=config.head_width,
+        platform=platform,
+        cudnn=cudnn,
+        compute=config.dtype or compute,
+    )
+    return replace(config, attention=form)
 
 
 def _linear(config: GPTConfig, d_in: int, d_out: int, rngs: nnx.Rngs, *, bias: bool, std: float) -> nnx.Linear:
@@ -157,9 +181,7 @@ class Attention(nnx.Module):
         )
         if angles_TxC is not None:
             q_BxTxHxC, k_BxTxKxC = rotate(q_BxTxHxC, angles_TxC), rotate(k_BxTxKxC, angles_TxC)
-        mixed_BxTxHxC = jax.nn.dot_product_attention(
-            q_BxTxHxC, k_BxTxKxC, v_BxTxKxC, is_causal=True, implementation=self.config.attention
-        )
+        mixed_BxTxHxC = causal_attention(q_BxTxHxC, k_BxTxKxC, v_BxTxKxC, form=self.config.attention)
         return self.out(mixed_BxTxHxC.reshape(x_BxTxD.shape))
 
 
@@ -194,7 +216,7 @@ class Block(nnx.Module):
 
 
 class GPT(nnx.Module):
-    """The language model: int tokens B x T to logits B x T x V in the dtype of compute."""
+    """The language model: int tokens B x T to features B x T x D, and those to logits B x T x V."""
 
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
         self.config = config
@@ -219,7 +241,9 @@ class GPT(nnx.Module):
             angles_TxC = rotary_angles(self.config, length)
         else:
             x_BxTxD += self.positions(jnp.arange(length))
-        x_BxTxD = self.norm(self._through_blocks(x_BxTxD, angles_TxC))
+        return self.norm(self._through_blocks(x_BxTxD, angles_TxC))
+
+    def scores(self, x_BxTxD: jax.Array) -> jax.Array:
         return self.embed.scores(x_BxTxD) if self.head is None else self.head(x_BxTxD)
 
     def _through_blocks(self, x_BxTxD: jax.Array, angles_TxC: jax.Array | None) -> jax.Array:
@@ -253,11 +277,16 @@ def _structure(config: GPTConfig) -> nnx.GraphDef[GPT]:
     return nnx.graphdef(nnx.eval_shape(lambda: GPT(config, nnx.Rngs(0))))
 
 
+def _model(config: GPTConfig, params: dict[str, Any]) -> GPT:
+    return nnx.merge(_structure(config), params, copy=True)
+
+
 def logits(config: GPTConfig, params: dict[str, Any], tokens_BxT: jax.Array | np.ndarray) -> jax.Array:
     """The scores of the next token, B x T x V in the dtype of compute."""
     # JAX's attention and flax's norms mix bfloat16 with float32 inside, which strict promotion would forbid.
     with jax.numpy_dtype_promotion("standard"):
-        return nnx.merge(_structure(config), params, copy=True)(tokens_BxT)
+        model = _model(config, params)
+        return model.scores(model(tokens_BxT))
 
 
 def loss(config: GPTConfig, params: dict[str, Any], batch: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
@@ -266,6 +295,9 @@ def loss(config: GPTConfig, params: dict[str, Any], batch: Mapping[str, Any]) ->
     batch: `inputs` and `targets`, int B x T; `weights`, float32 B x T (0 for a token that does not count).
     Returns two float32 scalars; the mean is their quotient, over however many batches both are summed.
     """
-    scores_BxTxV = logits(config, params, batch["inputs"]).astype(jnp.float32)
-    losses_BxT = optax.softmax_cross_entropy_with_integer_labels(scores_BxTxV, batch["targets"])
-    return jnp.sum(losses_BxT * batch["weights"]), jnp.sum(batch["weights"])
+    with jax.numpy_dtype_promotion("standard"):
+        model, weights_BxT = _model(config, params), batch["weights"]
+        total = cross_entropy(
+            model.scores, model(batch["inputs"]), batch["targets"], weights_BxT, chunk=config.loss_chunk
+        )
+        return total, jnp.sum(weights_BxT)

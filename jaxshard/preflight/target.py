@@ -11,6 +11,7 @@ import importlib.util
 import re
 import shutil
 from collections.abc import Iterator, Sequence
+from ctypes.util import find_library
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Literal
@@ -131,6 +132,19 @@ def compiler_installed() -> bool:
     return _exists("jax_plugins", "xla_cuda12", "xla_cuda13") and (
         _exists("nvidia", "cuda_nvcc", "cu13") or shutil.which("ptxas") is not None
     )
+
+
+def cudnn_installed() -> bool:
+    """Whether programs for absent GPUs may use cuDNN's attention (``pip install 'jax[cuda12]'``).
+
+    It takes JAX's CUDA plugin and cuDNN, next to the compiler, and no other of CUDA's libraries.
+    """
+    # JAX asks for cuDNN's version when it traces: "cuDNN is not detected" without the plugin, "cuDNN not found" without
+    # cuDNN. Where it sees no GPU, it holds heads to what those before Hopper can do. Lowering asks nothing; compiling
+    # builds the kernel's graph with cuDNN, and runs nothing. So in jax 0.10 and 0.12.
+    plugin = any(importlib.util.find_spec(f"jax_{cuda}_plugin") for cuda in ("cuda12", "cuda13"))
+    library = _exists("nvidia", "cudnn") or find_library("cudnn") is not None
+    return compiler_installed() and plugin and library
 
 
 def _exists(package: str, *modules: str) -> bool:

@@ -16,6 +16,7 @@ from rich.console import Console
 from jaxshard.loss import Loss
 from jaxshard.mesh import axis_sizes, force_cpu_devices, make_mesh
 from jaxshard.models import gpt
+from jaxshard.models.attention import cudnn_found
 from jaxshard.step import parallelize
 from jaxshard.train import data, optimizer
 from jaxshard.train.config import Config
@@ -44,11 +45,12 @@ def prepare(config: Config) -> Session:
 
     Raises ValueError or RuntimeError, with what to change, when the parts of a configuration do not fit.
     """
-    strategy, model = config.strategy.resolve(), config.model
+    strategy = config.strategy.resolve()
     if config.mesh.devices is not None:
         force_cpu_devices(config.mesh.devices)
     replica = strategy.min_replicas if config.mesh.replica is None else config.mesh.replica
     mesh = make_mesh(replica=replica, shard=config.mesh.shard)
+    model = model_for(config, mesh)
     corpus = data.read(config.data)
     shape = {"context": model.context, "vocab": model.vocab}
     batches = data.train_batches(corpus, config.data, **shape)
@@ -69,6 +71,21 @@ def prepare(config: Config) -> Session:
         precision=config.precision,
     )
     return Session(config=config, mesh=mesh, training=training, corpus=corpus, batches=batches, held_out=held_out)
+
+
+def model_for(config: Config, mesh: Mesh, *, cudnn: bool | None = None) -> gpt.GPTConfig:
+    """The model with all decided that depends on the mesh's devices.
+
+    cudnn: whether its programs can use cuDNN; None: whether JAX finds it here. Raises ValueError when they cannot, and
+    the configuration asks for it.
+    """
+    platform = mesh.devices.flat[0].platform
+    return gpt.resolved(
+        config.model,
+        platform=platform,
+        cudnn=(platform != "cpu" and cudnn_found()) if cudnn is None else cudnn,
+        compute=config.precision.compute or config.precision.params or "float32",
+    )
 
 
 def run(session: Session, console: Console) -> None:
