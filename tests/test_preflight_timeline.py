@@ -165,7 +165,7 @@ STILL = LOOP.replace("LINES", f"  %dot = f32[100,100]{{1,0}} {DOT}")
 def test_a_loop_counts_as_often_as_it_runs():
     found = of(f"{WHILE}\n%dot = f32[100,100]{{1,0}} {DOT}", SENDING)
     assert (found.seconds, found.compute, found.messages, found.exposed) == (3.5, 2, 3, 1.5)
-    forward, outside = found.passes
+    outside, forward = found.passes
     assert (forward.name, forward.loops, forward.times, forward.seconds) == ("forward", ("scan",), 3, 1)
     assert (outside.times, outside.seconds, [one.start for one in outside.events]) == (1, 3.5, [3])
     gather = found.slowest[0]

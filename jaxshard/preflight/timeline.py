@@ -3,9 +3,9 @@ own schedule.
 
 It ranks programs and says what bounds them; it does not promise times. A step of Llama-3 8B that torchtitan measured
 on 8 H100s took 1.4 times as long as this says of the same step in JAX. It knows nothing of matrix products that are
-slower than the best, of messages that slow the kernels beside them, of launches (a program of many tiny kernels takes
-longer), of clocks that fall under load, of a device that waits for another, or of custom calls but cuDNN's (see
-`work.uncounted`).
+slower than the best, of messages that slow the kernels beside them, of caches, of launches (a program of many tiny
+kernels takes longer), of clocks that fall under load, of a device that waits for another, or of custom calls but
+cuDNN's (see `work.uncounted`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Pass:
     """One run of a loop's body, or of what is outside of all loops.
 
     name: ``forward``, ``backward``, ``forward and backward``, or ``outside``. loops: as in `walk.Site`. times: runs in
-    a step. seconds: of one run, loops inside of it included. events: of one run, loops inside of it left out.
+    a step, of all loops that are alike. seconds: of one run, loops inside of it included. events: of one run, loops
+    inside of it left out.
     """
 
     name: str
@@ -43,8 +44,9 @@ class Timeline:
 
     seconds: all of it; compute + exposed + host. compute: in which kernels run; matmul: of these, bound by FLOP/s;
     memory: bound by bytes. messages: what collectives take, hidden or not. exposed: in which only messages run, by
-    kind and axes in `exposures`. host: in which only transfers to and from the host run. passes: the loops' and the
-    rest. slowest: what takes the most in a step, over all its runs; start is that of the first.
+    kind and axes in `exposures`. host: in which only transfers to and from the host run. passes: what is outside of
+    all loops, and the loops', what takes the most first. slowest: kernels and messages that take the most in a step,
+    over all their runs; start is that of the first.
     """
 
     seconds: float
@@ -120,16 +122,19 @@ def timeline(module: Module, mesh: Mapping[str, int], target: Target) -> Timelin
 
 def _passes(module: Module, runs: Mapping[str, Lanes]) -> tuple[Pass, ...]:
     sites = {site.computation.name: site for site in walk(module)}
-    return tuple(
-        Pass(
+    found: dict[tuple[Any, ...], Pass] = {}
+    for name, run in runs.items():
+        one = Pass(
             name="outside" if name == module.entry.name else _direction(module.computations[name]),
             loops=sites[name].loops,
             times=sites[name].times,
             seconds=run.now,
             events=tuple(run.events),
         )
-        for name, run in runs.items()
-    )
+        # The compiler copies a loop that is inside of another one whose body it doubles.
+        same = one.name, one.loops, one.seconds, tuple(replace(event, name="") for event in one.events)
+        found[same] = replace(found[same], times=found[same].times + one.times) if same in found else one
+    return tuple(sorted(found.values(), key=lambda one: -one.seconds * one.times))
 
 
 def _direction(body: Computation) -> str:
