@@ -16,14 +16,18 @@ from jax.stages import Compiled, Lowered
 from jaxshard.strategy import Strategy
 
 # Gathers and reductions of a loop over layers overlap the neighbouring layers' work only when the loop is pipelined; a
-# pipelined loop copies its buffers unless it is double-buffered. JAX 0.12's compiler no longer has the first two.
+# pipelined loop copies its buffers unless it is double-buffered. JAX 0.12's compiler has new names for the first two.
 _PIPELINED: dict[tuple[int, int], dict[str, str]] = {
     (0, 10): {
         "xla_gpu_enable_pipelined_all_gather": "True",
         "xla_gpu_enable_pipelined_all_reduce": "True",
         "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
     },
-    (0, 12): {"xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER"},
+    (0, 12): {
+        "xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON",
+        "xla_gpu_pipeline_all_reduce": "COLLECTIVE_PIPELINING_MODE_ON",
+        "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
+    },
 }
 _THRESHOLDS = (
     "xla_gpu_all_gather_combine_threshold_bytes",

@@ -15,6 +15,7 @@ import pytest
 from jax import lax
 
 import jaxshard as js
+from jaxshard.compiler import options_for
 from jaxshard.preflight import target
 from jaxshard.preflight.facts import facts
 
@@ -92,14 +93,8 @@ def sent_by_kind_and_dtype(collectives) -> dict[tuple[str, str], int]:
     return totals
 
 
-# JAX 0.10's pipelined, double-buffered loops hide more traffic for more memory; the bound is on the loop without.
-UNPIPELINED = dict.fromkeys(
-    [
-        "xla_gpu_enable_pipelined_all_gather",
-        "xla_gpu_enable_pipelined_all_reduce",
-        "xla_gpu_enable_while_loop_unrolling",
-    ]
-)
+# Pipelined, double-buffered loops hide more traffic for more memory; the bound is on the loop without.
+UNPIPELINED = dict.fromkeys(options_for(js.ZERO3, "gpu"))
 
 
 def compiled_for_h100s(scanned: bool, strategy: js.Strategy, options=None):
