@@ -25,7 +25,7 @@ def test_a_function_in_a_process_of_its_own(tmp_path, monkeypatch):
 
 
 def test_functions_that_no_other_process_can_find(monkeypatch):
-    assert process._place(target.parse) == "jaxshard.preflight.target:parse"
+    assert process.place_of(target.parse) == "jaxshard.preflight.target:parse"
     with pytest.raises(ValueError, match="define it with `def`"):
         run(lambda: 1)
     with pytest.raises(ValueError, match="define it with `def`"):

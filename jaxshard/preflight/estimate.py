@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from jaxshard.compiled.hlo import Computation, Instruction, Module
+from jaxshard.compiled.traffic import KINDS
 from jaxshard.compiled.walk import trip_count
 
 # Its numbers are messages of the lowest level, which JAX turns off unless the environment says otherwise.
@@ -96,13 +97,20 @@ def missing(text: str, module: Module) -> str:
             "such as 1, 1000 and 5000, which are no times. It has one of Hopper and Blackwell."
         )
     inside = tuple(_inside(module, module.entry))
-    if any(one.opcode == "fusion-start" for computation in inside for one in computation.instructions.values()):
+    if any(_asynchronous(module, one) for computation in inside for one in computation.instructions.values()):
         return (
             "XLA's scheduler (jax 0.12) has no time for the asynchronous fusions of this program, in which a loop "
-            "writes what it keeps, and takes 5000 us for each."
+            "writes what it keeps, and takes 5000 us for each. There are none without XLA's pass "
+            "dynamic-slice-copy-fusion-async-wrapper."
         )
     absent = dict.fromkeys(one.name for one in inside if one.name not in statistics)
     return f"XLA's scheduler said nothing of {', '.join(absent)}: this is another program's text." if absent else ""
+
+
+def _asynchronous(module: Module, one: Instruction) -> bool:
+    """Whether it starts a kernel that is no message."""
+    kernels = module.called(one) if one.opcode == "fusion-start" else []
+    return any(not KINDS.keys() & {x.opcode for x in kernel.instructions.values()} for kernel in kernels)
 
 
 def _statistics(text: str) -> dict[str, tuple[float, float]]:

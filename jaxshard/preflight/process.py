@@ -6,7 +6,6 @@ result travel as JSON.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import json
@@ -21,7 +20,7 @@ from typing import Any
 
 
 class ProcessError(RuntimeError):
-    """What went wrong in the other process, with its traceback."""
+    """What went wrong in the other process, with its traceback, and what it printed if it was quiet."""
 
 
 def run(
@@ -36,27 +35,72 @@ def run(
 
     Raises ValueError for a function that has no such place, and ProcessError if it fails.
     """
-    place = function if isinstance(function, str) else _place(function)
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder, "result.json")
-        paths = os.pathsep.join(filter(None, sys.path))
-        done = subprocess.run(
-            # -P: a script's folder is not searched for modules, and this one's has names of its own.
-            [sys.executable, "-P", __file__, place, str(result)],
-            input=json.dumps(arguments),
-            env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths, **(environment or {})},
-            text=True,
-            check=False,
-        )
-        if not result.exists():
-            raise ProcessError(f"{place} ended its process with code {done.returncode} before it gave a result.")
-        outcome = json.loads(result.read_text())
-    if "error" in outcome:
-        raise ProcessError(f"{place} failed in its own process:\n{outcome['error']}")
-    return outcome["result"]
+    with Call(function, arguments, environment=environment) as call:
+        return call.result()
 
 
-def _place(function: Callable[..., Any]) -> str:
+class Call:
+    """A call as `run` makes it, under way: `result` waits for it, leaving the ``with`` block ends it.
+
+    quiet: what it prints is kept, and said only if it fails.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any] | str,
+        arguments: Mapping[str, Any],
+        *,
+        environment: Mapping[str, str] | None = None,
+        quiet: bool = False,
+    ):
+        self._place = function if isinstance(function, str) else place_of(function)
+        self._folder = tempfile.TemporaryDirectory()
+        self._given, self._made, self._said = (Path(self._folder.name, name) for name in ("given", "made", "said"))
+        self._given.write_text(json.dumps(arguments))
+        with self._given.open() as given, self._said.open("wb") as said:
+            self._process = subprocess.Popen(
+                # -P: a script's folder is not searched for modules, and this one's has names of its own.
+                [sys.executable, "-P", __file__, self._place, str(self._made)],
+                stdin=given,
+                stdout=said if quiet else None,
+                stderr=said if quiet else None,
+                env={
+                    **os.environ,
+                    "JAX_PLATFORMS": "cpu",
+                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                    **(environment or {}),
+                },
+                # Ctrl-C in a terminal is the caller's to deal with.
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Call:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self._folder.cleanup()
+
+    def stop(self) -> None:
+        """Ends the process, if it is still there."""
+        self._process.kill()
+        self._process.wait()
+
+    def result(self) -> Any:
+        """Waits for the function's result. Raises ProcessError if it failed, or its process was ended."""
+        code = self._process.wait()
+        if not self._made.exists():
+            said = self._said.read_text(errors="replace")
+            raise ProcessError(
+                f"{self._place} ended its process with code {code} before it gave a result.\n{said}".strip()
+            )
+        outcome = json.loads(self._made.read_text())
+        if "error" in outcome:
+            raise ProcessError(f"{self._place} failed in its own process:\n{outcome['error']}")
+        return outcome["result"]
+
+
+def place_of(function: Callable[..., Any]) -> str:
     name, module = getattr(function, "__qualname__", "<"), getattr(function, "__module__", None)
     if module is None or "<" in name:
         raise ValueError(
@@ -71,7 +115,7 @@ def _place(function: Callable[..., Any]) -> str:
     return f"{Path(script).resolve()}:{name}"
 
 
-def _load(place: str) -> Callable[..., Any]:
+def load(place: str) -> Callable[..., Any]:
     where, _, name = place.rpartition(":")
     if where.endswith(".py"):
         spec = importlib.util.spec_from_file_location("_script", where)
@@ -92,7 +136,7 @@ def _load(place: str) -> Callable[..., Any]:
 def _main(place: str, result: str) -> None:
     arguments = json.load(sys.stdin)
     try:
-        outcome = {"result": _load(place)(**arguments)}
+        outcome = {"result": load(place)(**arguments)}
         said = json.dumps(outcome)
     except Exception:
         said = json.dumps({"error": traceback.format_exc()})
@@ -100,5 +144,4 @@ def _main(place: str, result: str) -> None:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
-        _main(*sys.argv[1:])
+    _main(*sys.argv[1:])
