@@ -80,9 +80,9 @@ def test_loops_and_branches_count_as_often_as_they_run():
         ("", r"said nothing: .* estimate.ENVIRONMENT, or .* before Hopper"),
         (said(("body.1", 1.5, 0), when="before"), "said nothing: "),
         (said(("body.1", 6000, 1000), ("quick", 1, 0), ("main.3", 5000, 0)), "no model of this GPU"),
-        (said(("quick", 1.5, 0), ("main.3", 5000, 0)), "said nothing of body.1: this is another program's"),
+        (said(("quick", 1.5, 0), ("main.3", 5000, 0)), "said nothing of body.1: it gives no time to loops"),
     ],
-    ids=["silent", "not scheduled", "sizes", "another program"],
+    ids=["silent", "not scheduled", "sizes", "a loop that is not timed"],
 )
 def test_no_estimate(text, why):
     assert estimate.parse(text, PROGRAM) is None

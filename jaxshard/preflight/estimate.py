@@ -103,8 +103,10 @@ def missing(text: str, module: Module) -> str:
             "writes what it keeps, and takes 5000 us for each. There are none without XLA's pass "
             "dynamic-slice-copy-fusion-async-wrapper."
         )
-    absent = dict.fromkeys(one.name for one in inside if one.name not in statistics)
-    return f"XLA's scheduler said nothing of {', '.join(absent)}: this is another program's text." if absent else ""
+    absent = ", ".join(dict.fromkeys(one.name for one in inside if one.name not in statistics))
+    if absent:
+        return f"XLA's scheduler said nothing of {absent}: it gives no time to loops and branches that send nothing."
+    return ""
 
 
 def _asynchronous(module: Module, one: Instruction) -> bool:
