@@ -139,6 +139,11 @@ def test_what_bounds_a_kernel():
     assert found.hidden == 1.0  # nothing was sent
 
 
+def test_a_call_that_gives_nothing():
+    found = of('%told = () custom-call(%h), custom_call_target="tell"')
+    assert [(one.label, one.kind, one.seconds) for one in found.slowest] == [("told", "memory", 0.5)]
+
+
 LOOP = """
 %body (given: f32[250000]) -> f32[250000] {
   %w = f32[250000]{0} parameter(0)

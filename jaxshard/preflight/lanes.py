@@ -187,7 +187,7 @@ class _Simulation:
             self._start(lanes, one)
         elif work := work_of(module, computation, one):
             kind, seconds = self._cost(work)
-            made = f"{_scope(one)} {_shape(one)}"
+            made = " ".join((_scope(one), *_shape(one)))
             if kind == "host" and one.opcode.endswith("-start"):
                 lanes.start(one.name, "host", kind, seconds, made)
             else:
@@ -253,10 +253,9 @@ _STRUCTURE = {
 }
 
 
-def _shape(one: Instruction) -> str:
-    """Of its result, or the first of them."""
-    first = one.arrays[0]
-    return f"{first.dtype}[{','.join(map(str, first.dims))}]"
+def _shape(one: Instruction) -> list[str]:
+    """Of its result, or the first of them, if it has one."""
+    return [f"{array.dtype}[{','.join(map(str, array.dims))}]" for array in one.arrays[:1]]
 
 
 def _scope(one: Instruction) -> str:
