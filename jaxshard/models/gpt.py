@@ -159,9 +159,6 @@ class Embed(nnx.Module):
     def __call__(self, rows: jax.Array | np.ndarray) -> jax.Array:
         return self.table_RxD[rows]
 
-    def scores(self, x_BxTxD: jax.Array) -> jax.Array:
-        return x_BxTxD @ self.table_RxD.T
-
 
 class Attention(nnx.Module):
     """Causal self-attention with grouped key/value heads."""
@@ -216,7 +213,7 @@ class Block(nnx.Module):
 
 
 class GPT(nnx.Module):
-    """The language model: int tokens B x T to features B x T x D, and those to logits B x T x V."""
+    """The language model: int tokens B x T to features B x T x D; times `head_DxV`, the logits."""
 
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
         self.config = config
@@ -243,8 +240,13 @@ class GPT(nnx.Module):
             x_BxTxD += self.positions(jnp.arange(length))
         return self.norm(self._through_blocks(x_BxTxD, angles_TxC))
 
-    def scores(self, x_BxTxD: jax.Array) -> jax.Array:
-        return self.embed.scores(x_BxTxD) if self.head is None else self.head(x_BxTxD)
+    @property
+    def head_DxV(self) -> jax.Array:
+        """The matrix that makes logits of features."""
+        if self.head is None:
+            return self.embed.table_RxD.T
+        kernel_DxV = self.head.kernel[...]
+        return kernel_DxV if self.config.dtype is None else kernel_DxV.astype(self.config.dtype)
 
     def _through_blocks(self, x_BxTxD: jax.Array, angles_TxC: jax.Array | None) -> jax.Array:
         def through(x, block):
@@ -286,7 +288,7 @@ def logits(config: GPTConfig, params: dict[str, Any], tokens_BxT: jax.Array | np
     # JAX's attention and flax's norms mix bfloat16 with float32 inside, which strict promotion would forbid.
     with jax.numpy_dtype_promotion("standard"):
         model = _model(config, params)
-        return model.scores(model(tokens_BxT))
+        return model(tokens_BxT) @ model.head_DxV
 
 
 def loss(config: GPTConfig, params: dict[str, Any], batch: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
@@ -297,7 +299,6 @@ def loss(config: GPTConfig, params: dict[str, Any], batch: Mapping[str, Any]) ->
     """
     with jax.numpy_dtype_promotion("standard"):
         model, weights_BxT = _model(config, params), batch["weights"]
-        total = cross_entropy(
-            model.scores, model(batch["inputs"]), batch["targets"], weights_BxT, chunk=config.loss_chunk
-        )
+        x_BxTxD = model(batch["inputs"])
+        total = cross_entropy(x_BxTxD, model.head_DxV, batch["targets"], weights_BxT, chunk=config.loss_chunk)
         return total, jnp.sum(weights_BxT)
