@@ -29,6 +29,12 @@ _PIPELINED: dict[tuple[int, int], dict[str, str]] = {
         "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
     },
 }
+# JAX 0.12's compiler makes the slices and updates of a loop's stacks asynchronous, and its scheduler takes 5 ms for
+# each, so that it believes messages hidden which are not.
+_ALWAYS: dict[tuple[int, int], dict[str, str]] = {
+    (0, 10): {},
+    (0, 12): {"xla_disable_hlo_passes": "dynamic-slice-copy-fusion-async-wrapper"},
+}
 _THRESHOLDS = (
     "xla_gpu_all_gather_combine_threshold_bytes",
     "xla_gpu_all_reduce_combine_threshold_bytes",
@@ -40,13 +46,17 @@ def options_for(strategy: Strategy, platform: str, overrides: Mapping[str, str] 
     """XLA options by name. overrides: added last; what they name wins, None as a value drops an option."""
     options: dict[str, str] = {}
     if platform in ("gpu", "cuda", "rocm"):
-        version = jax.__version_info__[:2]
-        table = max((known for known in _PIPELINED if known <= version), default=min(_PIPELINED))
-        options |= _PIPELINED[table] if strategy.prefer == "speed" else {}
+        options |= _of_this_version(_ALWAYS)
+        options |= _of_this_version(_PIPELINED) if strategy.prefer == "speed" else {}
         if strategy.bucket_mb is not None:
             options |= dict.fromkeys(_THRESHOLDS, str(int(strategy.bucket_mb * 2**20)))
     options |= {name: value for name, value in (overrides or {}).items()}
     return {name: value for name, value in options.items() if value is not None}
+
+
+def _of_this_version(table: Mapping[tuple[int, int], dict[str, str]]) -> dict[str, str]:
+    version = jax.__version_info__[:2]
+    return table[max((known for known in table if known <= version), default=min(table))]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def compare(
     arguments: Mapping[str, Any] | None = None,
     workers: int = 2,
     cache: Path | None = None,
-) -> Iterator[Row]:
+) -> Generator[Row]:
     """The rows of these lines, each as soon as it is there.
 
     build: ``build(mesh, strategy, **arguments, **options)`` makes the training, by `parallelize`; a function at the top

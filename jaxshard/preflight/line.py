@@ -128,7 +128,10 @@ def start(
         "arguments": dict(arguments),
         "cache": None if cache is None else str(cache),
     }
-    return process.Call(_worker, asked, environment=estimate.ENVIRONMENT, quiet=True)
+    environment = dict(estimate.ENVIRONMENT)
+    if where.source == "local":  # its GPUs are what compiles, and several processes share them
+        environment |= {"JAX_PLATFORMS": "cuda,cpu", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    return process.Call(_worker, asked, environment=environment, quiet=True)
 
 
 def row(call: process.Call, line: Line) -> Row:

@@ -79,7 +79,7 @@ def parse(text: str) -> Target:
     """
     name, _, count = text.rpartition(":")
     if text == "local" or (name.endswith(".toml") and count == "local"):
-        return _local(jax.devices(), device_files.load(name) if name else None)
+        return _local(jax.devices(), device_files.load(name) if name else None, text)
     counted = re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*)", count)
     if not name or counted is None:
         raise TargetError(
@@ -105,7 +105,7 @@ def parse(text: str) -> Target:
     return Target(name=name, device=device, nodes=nodes, per_node=size)
 
 
-def _local(found: Sequence[Any], device: Device | None) -> Target:
+def _local(found: Sequence[Any], device: Device | None, name: str = "local") -> Target:
     """The machine's own GPUs as a target. found: the devices that JAX sees."""
     kinds = sorted({one.device_kind for one in found if one.platform in ("gpu", "cuda", "rocm")})
     if len(kinds) != 1:
@@ -120,7 +120,7 @@ def _local(found: Sequence[Any], device: Device | None) -> Target:
             )
         device = names[kinds[0]]
     nodes = len({one.process_index for one in found})
-    return Target(name="local", device=device, nodes=nodes, per_node=len(found) // nodes, source="local")
+    return Target(name=name, device=device, nodes=nodes, per_node=len(found) // nodes, source="local")
 
 
 def _described(device: Device) -> str:

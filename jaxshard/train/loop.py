@@ -13,12 +13,10 @@ import jax
 from jax.sharding import Mesh
 from rich.console import Console
 
-from jaxshard.loss import Loss
 from jaxshard.mesh import axis_sizes, force_cpu_devices, make_mesh
 from jaxshard.models import gpt
-from jaxshard.models.attention import cudnn_found
-from jaxshard.step import parallelize
-from jaxshard.train import data, optimizer
+from jaxshard.train import data
+from jaxshard.train.build import training_for
 from jaxshard.train.config import Config
 from jaxshard.train.metrics import open_run
 from jaxshard.train.report import Report, progress, say, summary
@@ -50,42 +48,12 @@ def prepare(config: Config) -> Session:
         force_cpu_devices(config.mesh.devices)
     replica = strategy.min_replicas if config.mesh.replica is None else config.mesh.replica
     mesh = make_mesh(replica=replica, shard=config.mesh.shard)
-    model = model_for(config, mesh)
     corpus = data.read(config.data)
-    shape = {"context": model.context, "vocab": model.vocab}
+    shape = {"context": config.model.context, "vocab": config.model.vocab}
     batches = data.train_batches(corpus, config.data, **shape)
     held_out = data.held_out_batches(corpus, config.data, **shape, batches=config.run.eval_batches)
-
-    def loss_fn(params, batch):
-        return Loss(*gpt.loss(model, params, batch))
-
-    training = parallelize(
-        loss_fn,
-        optimizer.make(config.optimizer, batch=config.data.batch, steps=config.run.steps),
-        params=partial(gpt.init, model),
-        batch=batches(0),
-        mesh=mesh,
-        strategy=strategy,
-        accumulate=config.run.accumulate,
-        clip=config.optimizer.clip,
-        precision=config.precision,
-    )
+    training = training_for(config, mesh, strategy)
     return Session(config=config, mesh=mesh, training=training, corpus=corpus, batches=batches, held_out=held_out)
-
-
-def model_for(config: Config, mesh: Mesh, *, cudnn: bool | None = None) -> gpt.GPTConfig:
-    """The model with all decided that depends on the mesh's devices.
-
-    cudnn: whether its programs can use cuDNN; None: whether JAX finds it here. Raises ValueError when they cannot, and
-    the configuration asks for it.
-    """
-    platform = mesh.devices.flat[0].platform
-    return gpt.resolved(
-        config.model,
-        platform=platform,
-        cudnn=(platform != "cpu" and cudnn_found()) if cudnn is None else cudnn,
-        compute=config.precision.compute or config.precision.params or "float32",
-    )
 
 
 def run(session: Session, console: Console) -> None:

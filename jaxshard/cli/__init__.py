@@ -1,0 +1,55 @@
+"""The command line: `jaxshard train`, `jaxshard compare` and `jaxshard strategies`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from jaxshard.cli.compare import compare
+from jaxshard.cli.strategies import strategies
+from jaxshard.cli.train import train
+from jaxshard.train import loop
+from jaxshard.train.config import ConfigError, unknown
+
+USAGE = """\
+usage: jaxshard train CONFIG [--KEY VALUE ...]          train the model of a TOML file
+       jaxshard compare CONFIG --target h100:64 [...]   compile it under every strategy, for GPUs that need not be there
+       jaxshard strategies [--devices N] [--replica R]  compare the strategies' memory and traffic
+       jaxshard --version
+
+`jaxshard train CONFIG --help` lists every key, with its value in that file. Short names: --strategy NAME,
+--devices N (forced CPU devices), --steps N. `jaxshard compare --help` lists what can be compared."""
+
+COMMANDS = {"train": train, "compare": compare, "strategies": strategies}
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Runs a command. Returns 0; 2 for a mistake in what was asked, said in one line; 1 for a failed run."""
+    args = list(sys.argv[1:] if args is None else args)
+    try:
+        return _command(args)
+    except ConfigError as error:
+        return _fail(error, 2)
+    except loop.Diverged as error:
+        return _fail(error, 1)
+    except KeyboardInterrupt:
+        return _fail("stopped", 130)
+
+
+def _command(args: list[str]) -> int:
+    if not args or args[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0 if args else 2
+    command, *rest = args
+    if command == "--version":
+        print(f"jaxshard {version('jaxshard')}")
+        return 0
+    if command not in COMMANDS:
+        raise ConfigError(unknown(command, list(COMMANDS)).replace("key", "command", 1))
+    return COMMANDS[command](rest)
+
+
+def _fail(message: object, code: int) -> int:
+    print(f"jaxshard: {message}", file=sys.stderr)
+    return code

@@ -1,0 +1,38 @@
+"""Options of the command line: a dataclass of defaults, changed by what was typed."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from contextlib import redirect_stderr
+from typing import TypeVar
+
+import tyro
+
+from jaxshard.train.config import ConfigError, unknown
+
+T = TypeVar("T")
+
+
+def override(default: T, args: Sequence[str], prog: str, valid: Sequence[str]) -> T | None:
+    """`default` with the changes that `args` ask for; None after printing the help. Raises ConfigError."""
+    for option in args:
+        if option.startswith("--"):
+            name = option[2:].partition("=")[0].replace("-", "_")
+            if name not in (*valid, "help"):
+                raise ConfigError(unknown(name, list(valid), f"{prog} --help lists the keys."))
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            return tyro.cli(type(default), default=default, args=args, prog=prog, config=(tyro.conf.FlagConversionOff,))
+    except SystemExit as stop:
+        if not stop.code:
+            return None
+        raise ConfigError(_one_line(said.getvalue())) from None
+
+
+def _one_line(box: str) -> str:
+    """The message of tyro's box: the lines between its title and its first rule."""
+    lines = [line.strip("│ ") for line in box.splitlines() if line.startswith("│")]
+    end = next((i for i, line in enumerate(lines) if line and not line.strip("─")), len(lines))
+    return " ".join(lines[:end]) or " ".join(box.split())

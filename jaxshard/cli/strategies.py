@@ -1,0 +1,65 @@
+"""`jaxshard strategies`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from jaxshard.cli.options import override
+from jaxshard.strategy import STRATEGIES
+from jaxshard.train import costs
+from jaxshard.train.config import ConfigError
+from jaxshard.train.report import say
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategiesOptions:
+    """What each strategy holds and sends, in multiples of the parameters."""
+
+    devices: int = 8
+    """Devices in all."""
+    replica: int = 1
+    """Copies of the states: 1 splits over all devices."""
+
+
+def strategies(args: list[str]) -> int:
+    names = [field.name for field in fields(StrategiesOptions)]
+    options = override(StrategiesOptions(), args, "jaxshard strategies", names)
+    if options is None:
+        return 0
+    try:
+        rows = costs.rows(options.devices, options.replica)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    table = Table("strategy", "mesh", "params", "grads", "Adam", "held", "sent", box=SIMPLE_HEAD)
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for row in rows:
+        cost = row.cost
+        numbers = (cost.params, cost.grads, cost.opt, cost.held, cost.sent)
+        mesh = f"{row.replica} x {row.shard}"
+        table.add_row(", ".join(row.names), mesh, *(f"{number:.3f}" for number in numbers))
+    console = Console()
+    say(
+        console,
+        f"What each of {options.devices} devices holds, and what it sends in a step of one microbatch,",
+    )
+    say(console, "in multiples of the parameters. It receives as much as it sends. mesh: replica x shard.")
+    console.print(table)
+    left_out = {name for name, strategy in STRATEGIES.items() if strategy not in [row.strategy for row in rows]}
+    if left_out:
+        say(
+            console,
+            f"{', '.join(sorted(left_out))}: needs at least 2 replicas, which {options.devices} devices do not give.",
+        )
+    for row in rows:
+        if row.strategy.params.devices == "first":
+            say(
+                console,
+                f"{row.names[0]}: what the first device holds and sends. The others hold a copy of the",
+            )
+            say(console, "parameters and their own gradients while they compute, and nothing between steps.")
+    return 0
