@@ -3,8 +3,9 @@
     python benchmarks/compiled.py                              every model and program, about 10 minutes, no GPU
     python benchmarks/compiled.py --models gpt --blocks scan   a first look
 
-Needs `pip install -e '.[targets]'`. What a program holds and sends is exact. What it hides, and how long a step takes,
-are estimates of the schedule: they rank programs, and promise nothing. The programs are in `compiled_programs.py`.
+Needs `pip install -e '.[targets]'`; `2>/dev/null` keeps the compiler quiet. What a program holds and sends is exact.
+What it hides, and how long a step takes, are estimates of its schedule: they rank programs, and promise nothing. The
+programs are in `compiled_programs.py`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any, Literal
 import jax
 import tyro
 from compiled_programs import Model, by_hand, gpt, llama, training
+from jax.sharding import Mesh
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
@@ -52,8 +54,8 @@ class Options:
     """Programs whose name begins with one of these; all without."""
     target: str = "h100:8"
     """The GPUs, as `jaxshard.preflight.target` reads them."""
-    attention: Attention = "blockwise"
-    """Llama's; cudnn needs cuDNN's wheels as well, but no GPU."""
+    attention: Attention | None = None
+    """Llama's; by default cudnn where its wheels are (`pip install 'jax[cuda12]'`), else blockwise."""
     together: int = 1
     """Compilations at once; above 1 their times say little."""
     json: Path | None = None
@@ -102,16 +104,10 @@ PROGRAMS = {
 def figures(*, name: str, blocks: Blocks, program: str, target: str, attention: Attention) -> dict[str, Any]:
     """What is known of one compiled program: bytes on each device, seconds of a step, seconds to build it."""
     where, shape, one = targets.parse(target), model(name, attention), PROGRAMS[program]
-    mesh = where.mesh()
-    scanned = blocks == "scan"
+    mesh, scanned = where.mesh(), blocks == "scan"
     with targets.uncached(), jax.numpy_dtype_promotion("standard"), estimate.capture() as scheduler:
         wall, cpu = time.perf_counter(), time.process_time()
-        if one.side == "ours":
-            assert one.strategy is not None
-            compiled = training(shape, scanned, mesh, one.strategy).built().compiled
-        else:
-            options = options_for(one.strategy, "gpu") if one.strategy else {}
-            compiled = by_hand(shape, scanned, mesh, one.side == "careful", options)
+        compiled = built(one, shape, scanned, mesh)
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     module = hlo.parse(compiled.as_text())
     found, step = facts(compiled, mesh), timeline(module, axis_sizes(mesh), where)
@@ -136,6 +132,13 @@ def figures(*, name: str, blocks: Blocks, program: str, target: str, attention: 
     }
 
 
+def built(program: Program, shape: Model, scanned: bool, mesh: Mesh) -> Any:
+    if program.side == "ours":
+        return training(shape, scanned, mesh, program.strategy or js.ZERO3).built().compiled
+    options = options_for(program.strategy, "gpu") if program.strategy else {}
+    return by_hand(shape, scanned, mesh, program.side == "careful", options)
+
+
 def theory(shape: Model, gpus: int) -> int:
     """Bytes on a device's link: weights in bfloat16 gathered for both passes, their gradients scattered once."""
     sizes = (math.prod(x.shape) for x in jax.tree.leaves(shape.params(scanned=True)))
@@ -146,11 +149,9 @@ def theory(shape: Model, gpus: int) -> int:
 
 
 def table(title: str, rows: list[dict[str, Any]]) -> Table:
-    made = Table(title=title, box=MARKDOWN)
-    made.add_column("blocks")
-    made.add_column("program")
-    columns = ("peak MiB", "sent MiB", "all_gather", "reduce_scatter", "other", "hidden", "by XLA", "step ms", "build s")
-    for column in columns:
+    made = Table("blocks", "program", title=title, box=MARKDOWN)
+    bytes, times = ("peak MiB", "sent MiB", "all_gather", "reduce_scatter", "other"), ("step ms", "build s")
+    for column in (*bytes, "hidden", "by XLA", *times):
         made.add_column(column, justify="right")
     for row in rows:
         sent = Counter(row["sent"])
@@ -173,17 +174,18 @@ def hidden(exposed: float | None, messages: float) -> str:
 
 def main(options: Options) -> None:
     console = Console(width=None if sys.stdout.isatty() else 160)
+    attention = options.attention or ("cudnn" if targets.cudnn_installed() else "blockwise")
     names = [name for name in PROGRAMS if not options.only or name.startswith(options.only)]
     results: list[dict[str, Any]] = []
 
-    def compiled(name: str, blocks: Blocks, program: str) -> dict[str, Any]:
-        chosen = {"target": options.target, "attention": options.attention}
-        case = {"name": name, "blocks": blocks, "program": program}
-        return process.run(figures, environment=estimate.ENVIRONMENT, **case, **chosen)
+    def compiled(case: tuple[str, Blocks, str]) -> dict[str, Any]:
+        chosen = dict(zip(("name", "blocks", "program"), case, strict=True))
+        target = {"target": options.target, "attention": attention}
+        return process.run(figures, environment=estimate.ENVIRONMENT, **chosen, **target)
 
     with ThreadPoolExecutor(options.together) as pool:
         for name in options.models:
-            rows = list(pool.map(lambda case, name=name: compiled(name, *case), itertools.product(options.blocks, names)))
+            rows = list(pool.map(compiled, itertools.product((name,), options.blocks, names)))
             what = f"{name} for {options.target}, compiled, not run; jax {jax.__version__}"
             console.print(table(f"{what}. Theory sends {rows[0]['theory'] / MIB:,.0f} MiB", rows))
             results += rows
