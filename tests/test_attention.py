@@ -177,14 +177,17 @@ def loss_and_gradients(chunk, x, head, weights):
     return value, *grads
 
 
+chunked = jax.jit(loss_and_gradients, static_argnums=0, compiler_options=QUICK)
+
+
 def test_chunks_of_the_loss_equal_the_whole():
     """Value and gradients; with weights, and a last chunk that is not full. Oracle: a chunk larger than the batch."""
     x, head = jax.random.normal(jax.random.key(0), (2, 11, 8)), jax.random.normal(jax.random.key(1), (8, 24))
     args = x, head, jnp.linspace(0, 2, 22).reshape(2, 11)
-    whole = loss_and_gradients(22, *args)
-    assert whole[0] == loss_and_gradients(None, *args)[0]
+    whole = chunked(22, *args)
+    assert whole[0] == chunked(None, *args)[0]
     for chunk in (5, 11):
-        assert max(off(loss_and_gradients(chunk, *args), whole)) < 1e-6
+        assert max(off(chunked(chunk, *args), whole)) < 1e-6
         program = partial(loss_and_gradients, chunk)
         assert largest(program, *args) < largest(partial(loss_and_gradients, None), *args) == 22 * 24
 
@@ -193,11 +196,11 @@ def test_chunks_are_summed_in_float32():
     """The head's gradient in bfloat16 is about as far from float32's in 64 chunks as in one."""
     x, head = jax.random.normal(jax.random.key(0), (1, 256, 8)), jax.random.normal(jax.random.key(1), (8, 24)) / 4
     weights = jnp.ones((1, 256))
-    want = loss_and_gradients(None, x, head, weights)[2]
+    want = chunked(None, x, head, weights)[2]
     half = x.astype(jnp.bfloat16), head.astype(jnp.bfloat16), weights
 
     def error(chunk):
-        return float(jnp.linalg.norm(loss_and_gradients(chunk, *half)[2].astype(jnp.float32) - want))
+        return float(jnp.linalg.norm(chunked(chunk, *half)[2].astype(jnp.float32) - want))
 
     assert 0 < error(4) < 1.5 * error(None)
 
@@ -297,5 +300,8 @@ class TestCompiled:
             pytest.skip("needs cuDNN: pip install 'jax[cuda12]'")
         mesh = target.parse("h100:1").mesh()
         found = facts(self.compiled(cudnn, mesh), mesh)
-        assert found.uncounted
-        assert found.memory.temps < 130 * 2**20
+        assert {one.target for one in found.work if one.target} == {
+            "__cudnn$fmhaSoftmax",
+            "__cudnn$fmhaSoftmaxBackward",
+        }
+        assert found.memory.temps < 2 * 2**20
