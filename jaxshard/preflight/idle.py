@@ -1,0 +1,71 @@
+"""What happens while no kernel of a pass runs: a loop inside of it, or a wait for messages or the host.
+
+A pass has no events of the loops inside of it, only the time that they take. Where in a gap a loop lies is found by
+its length: a whole number of runs, between what else the gap begins and ends with.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from jaxshard.preflight.lanes import Event
+from jaxshard.preflight.timeline import Pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Idle:
+    """Time in which no kernel of a pass runs.
+
+    kind: ``loop``, ``exposed`` (only messages run) or ``host`` (only transfers do). start: seconds since the pass
+    began. label: of a loop which it is and how often it runs, where that is known.
+    """
+
+    kind: str
+    start: float
+    seconds: float
+    label: str = ""
+
+
+def idle(one: Pass, passes: Iterable[Pass]) -> tuple[Idle, ...]:
+    """The gaps between the kernels of a pass. passes: all those of its timeline."""
+    inner = [other for other in passes if other.loops[:-1] == one.loops and other.loops != one.loops]
+    near = 1e-9 * one.seconds  # sums of times, in another order
+    others = [event for event in one.events if event.lane != "compute"]
+    found: list[Idle] = []
+    for begin, end in _gaps(one, near):
+        stops = [x for x in sorted(event.start + event.seconds for event in others) if begin < x < end]
+        loop = _loop(begin, end, stops, inner)
+        if loop:
+            found += _waits(begin, loop.start, others, near)
+            found.append(loop)
+            found += _waits(loop.start + loop.seconds, end, others, near)
+        else:
+            found += _waits(begin, end, others, near)
+    return tuple(found)
+
+
+def _gaps(one: Pass, near: float) -> list[tuple[float, float]]:
+    kernels = sorted((x.start, x.start + x.seconds) for x in one.events if x.lane == "compute")
+    edges = itertools.pairwise([(0.0, 0.0), *kernels, (one.seconds, one.seconds)])
+    return [(end, start) for (_, end), (start, _) in edges if start - end > near]
+
+
+def _loop(begin: float, end: float, stops: Sequence[float], inner: Sequence[Pass]) -> Idle | None:
+    """The loop in a gap: all of it but waits before and after, which end when a message does."""
+    for start, stop in itertools.product((begin, *stops), (end, *reversed(stops))):
+        for one in inner if start < stop else ():
+            runs = (stop - start) / one.seconds
+            if round(runs) and abs(runs - round(runs)) < 1e-6:
+                return Idle(kind="loop", start=start, seconds=stop - start, label=f"{round(runs)} x {one.name} loop")
+    return None
+
+
+def _waits(begin: float, end: float, others: Iterable[Event], near: float) -> list[Idle]:
+    if end - begin <= near:
+        return []
+    lanes = {x.lane for x in others if abs(x.start + x.seconds - end) <= near}
+    if not lanes:  # several loops, or one that messages of its own held up
+        return [Idle(kind="loop", start=begin, seconds=end - begin, label="loops")]
+    return [Idle(kind="host" if "host" in lanes else "exposed", start=begin, seconds=end - begin)]
