@@ -194,10 +194,14 @@ def mean_loss(
 # -- By hand, with `jit`
 
 
-def spec(shape: tuple[int, ...], gpus: int) -> P:
-    """A matrix, or a stack of them, is split along the rows; a vector stays whole."""
-    rows = len(shape) - 2
-    return P(*(None,) * rows, "shard") if rows >= 0 and shape[rows] % gpus == 0 else P()
+def layout(state: Any, scanned: bool, mesh: Mesh) -> Any:
+    """Shardings: matrices are split along their rows, vectors and the layers of a stack are not."""
+
+    def sharding(path, x):
+        layers = (None,) * (scanned and "blocks" in jax.tree_util.keystr(path))
+        return NamedSharding(mesh, P(*layers, "shard") if x.ndim - len(layers) == 2 else P())
+
+    return jax.tree.map_with_path(sharding, state)
 
 
 def cast(weights: Any) -> Any:
@@ -207,12 +211,11 @@ def cast(weights: Any) -> Any:
 
 def gathered(mesh: Mesh) -> Weights:
     """`careful`: cast, then gathered, so that bfloat16 travels; gradients are cast, then scattered."""
-    whole = NamedSharding(mesh, P())
+    whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("shard"))
 
     def gather(w):
         if w.ndim < 2:
             return w.astype(COMPUTE)
-        split = NamedSharding(mesh, spec(w.shape, mesh.size))
 
         @jax.custom_vjp
         def make_whole(w):
@@ -239,7 +242,7 @@ def by_hand(model: Model, scanned: bool, mesh: Mesh, careful: bool, options: Map
 
     params = model.params(scanned)
     state = params, jax.eval_shape(OPTIMIZER.init, params)
-    where = jax.tree.map(lambda x: NamedSharding(mesh, spec(x.shape, mesh.size)), state)
+    where = layout(state, scanned, mesh)
     jitted = jax.jit(step, donate_argnums=0, in_shardings=(where, over_batch), out_shardings=(where, whole))
     return jitted.lower(state, model.batch(mesh.size)).compile(compiler_options=dict(options))
 
