@@ -14,8 +14,12 @@ from jaxshard.train.config import ConfigError, unknown
 T = TypeVar("T")
 
 
-def override(default: T, args: Sequence[str], prog: str, valid: Sequence[str]) -> T | None:
-    """`default` with the changes that `args` ask for; None after printing the help. Raises ConfigError."""
+def override(default: T, args: Sequence[str], prog: str, valid: Sequence[str], *, flags: bool = False) -> T | None:
+    """`default` with the changes that `args` ask for; None after printing the help.
+
+    valid: names of options. flags: whether bools are written ``--json`` and ``--no-cache``, without a value. Raises
+    ConfigError.
+    """
     for option in args:
         if option.startswith("--"):
             name = option[2:].partition("=")[0].replace("-", "_")
@@ -24,7 +28,8 @@ def override(default: T, args: Sequence[str], prog: str, valid: Sequence[str]) -
     said = io.StringIO()
     try:
         with redirect_stderr(said):
-            return tyro.cli(type(default), default=default, args=args, prog=prog, config=(tyro.conf.FlagConversionOff,))
+            config = () if flags else (tyro.conf.FlagConversionOff,)
+            return tyro.cli(type(default), default=default, args=args, prog=prog, config=config)
     except SystemExit as stop:
         if not stop.code:
             return None

@@ -79,7 +79,7 @@ def _times(row: Row) -> tuple[str, str, str, str]:
     if row.timeline is None:
         return "", "", "", ""
     estimated = _ms(row.estimate.seconds) if row.estimate else ""
-    return f"{row.timeline.hidden:.0%}", _ms(row.timeline.seconds), estimated, row.timeline.bound_by
+    return f"{max(row.timeline.hidden, 0):.0%}", _ms(row.timeline.seconds), estimated, row.timeline.bound_by
 
 
 def by_kind(row: Row) -> dict[str, tuple[int, int]]:

@@ -66,7 +66,8 @@ def model_for(config: Config, mesh: Mesh) -> gpt.GPTConfig:
 def build(mesh: Mesh, strategy: Strategy, *, config: Mapping[str, Any], **options: Any) -> Training | DataParallel:
     """The training of a configuration that travelled as JSON, for `preflight.compare`.
 
-    config: of ``dataclasses.asdict``, as JSON gives it back. options: values of `OPTIONS`. Raises ValueError for another one.
+    config: of ``dataclasses.asdict``, as JSON gives it back. options: values of `OPTIONS`. Raises
+    ValueError for another one.
     """
     changed: dict[str, dict[str, Any]] = {section: dict(table) for section, table in config.items()}
     for name, value in options.items():
