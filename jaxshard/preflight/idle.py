@@ -1,7 +1,8 @@
 """What happens while no kernel of a pass runs: a loop inside of it, or a wait for messages or the host.
 
-A pass has no events of the loops inside of it, only the time that they take. Where in a gap a loop lies is found by
-its length: a whole number of runs, between what else the gap begins and ends with.
+A pass has no events of the loops inside of it, only the time that they take. Where a loop lies is found by its length:
+a whole number of runs fills a gap between kernels, or what a wait for messages leaves of it. Of a gap that is a loop
+and then a wait, which compilers put kernels between, all counts as the wait.
 """
 
 from __future__ import annotations
@@ -36,13 +37,9 @@ def idle(one: Pass, passes: Iterable[Pass]) -> tuple[Idle, ...]:
     found: list[Idle] = []
     for begin, end in _gaps(one, near):
         stops = [x for x in sorted(event.start + event.seconds for event in others) if begin < x < end]
-        loop = _loop(begin, end, stops, inner)
-        if loop:
-            found += _waits(begin, loop.start, others, near)
-            found.append(loop)
-            found += _waits(loop.start + loop.seconds, end, others, near)
-        else:
-            found += _waits(begin, end, others, near)
+        loop = _loop((begin, *stops), end, inner)
+        found += _wait(begin, loop.start if loop else end, others, near)
+        found += [loop] if loop else []
     return tuple(found)
 
 
@@ -52,17 +49,16 @@ def _gaps(one: Pass, near: float) -> list[tuple[float, float]]:
     return [(end, start) for (_, end), (start, _) in edges if start - end > near]
 
 
-def _loop(begin: float, end: float, stops: Sequence[float], inner: Sequence[Pass]) -> Idle | None:
-    """The loop in a gap: all of it but waits before and after, which end when a message does."""
-    for start, stop in itertools.product((begin, *stops), (end, *reversed(stops))):
-        for one in inner if start < stop else ():
-            runs = (stop - start) / one.seconds
-            if round(runs) and abs(runs - round(runs)) < 1e-6:
-                return Idle(kind="loop", start=start, seconds=stop - start, label=f"{round(runs)} x {one.name} loop")
+def _loop(begins: Iterable[float], end: float, inner: Sequence[Pass]) -> Idle | None:
+    """A loop that ends with a gap, and begins at one of these moments."""
+    for begin, one in itertools.product(begins, inner):
+        runs = (end - begin) / one.seconds
+        if round(runs) and abs(runs - round(runs)) < 1e-6:
+            return Idle(kind="loop", start=begin, seconds=end - begin, label=f"{round(runs)} x {one.name} loop")
     return None
 
 
-def _waits(begin: float, end: float, others: Iterable[Event], near: float) -> list[Idle]:
+def _wait(begin: float, end: float, others: Iterable[Event], near: float) -> list[Idle]:
     if end - begin <= near:
         return []
     lanes = {x.lane for x in others if abs(x.start + x.seconds - end) <= near}

@@ -28,7 +28,7 @@ def keys(paints: Iterable[Paint], exposed: bool = False) -> str:
     keys = [f'<span class="key">{_swatch(one)}{escape(one.name)}</span>' for one in paints]
     if exposed:
         keys.append('<span class="key"><span class="swatch exposed"></span>only messages run</span>')
-    return f"<div>{''.join(keys)}</div>"
+    return f'<div class="keys">{"".join(keys)}</div>'
 
 
 def _swatch(paint: Paint) -> str:

@@ -24,8 +24,14 @@ from jaxshard.preflight.palette import Paint
 
 WIDTH = 1040
 # Stand for colours of the page, which are others in the dark; see `svg`.
-INK, FAINT, PAPER, ALERT = "#010203", "#040506", "#070809", "#0a0b0c"
-_PAGE = {INK: "currentColor", FAINT: "var(--faint)", PAPER: "var(--paper)", ALERT: "var(--alert)"}
+INK, QUIET, FAINT, PAPER, ALERT = "#010203", "#020304", "#040506", "#070809", "#0a0b0c"
+_PAGE = {
+    INK: "currentColor",
+    QUIET: "var(--quiet)",
+    FAINT: "var(--faint)",
+    PAPER: "var(--paper)",
+    ALERT: "var(--alert)",
+}
 _ROW = 26
 _CUT = "\N{RIGHTWARDS ARROW} "
 
@@ -176,7 +182,7 @@ def _frame(axes: Axes, label: str) -> None:
     for side in axes.spines.values():
         side.set_visible(False)
     axes.set_yticks([])
-    axes.xaxis.set_major_locator(MaxNLocator(6))
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
     axes.tick_params("x", length=0, labelsize=10)
     axes.grid(axis="x", color=FAINT, lw=0.6)
     axes.set_axisbelow(True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,12 +15,12 @@ from matplotlib.ticker import MaxNLocator
 from jaxshard.preflight.idle import Idle, idle
 from jaxshard.preflight.lanes import Event
 from jaxshard.preflight.palette import KERNELS, KINDS, Paint
-from jaxshard.preflight.plots import ALERT, FAINT, INK, PAPER, WIDTH, figure, text_width
+from jaxshard.preflight.plots import ALERT, FAINT, INK, PAPER, QUIET, WIDTH, figure, text_width
 from jaxshard.preflight.timeline import Pass, Timeline
 
 _GUTTER, _RIGHT = 84, 16
 _WIDE = WIDTH - _GUTTER - _RIGHT
-_LANE, _STRIP, _LABEL = 26, 9, 14  # heights
+_TITLE, _LANE, _STRIP, _LABEL, _AXIS = 22, 26, 9, 14, 32  # heights
 _LABELS = 3  # rows of labels under the messages
 _EVENTS = 80  # in a window
 
@@ -46,7 +47,7 @@ def panels(found: Timeline) -> tuple[Panel, ...]:
     names = ("forward", "backward", "forward and backward")
     layers = [one for name in names for one in [x for x in inside if x.name == name][:1]]
     made = [Panel(kind="step", title="the step", run=step, start=0.0, seconds=step.seconds)]
-    made += [_run(one, "microbatch", "one microbatch") for one in batches]
+    made += [_run(one, "microbatches", "microbatches") for one in batches]
     made += [_run(one, "layer", one.name) for one in layers]
     if 2 * sum(one.seconds * one.times for one in inside) < around.seconds * around.times and around.events:
         seconds = around.seconds * min(1, _EVENTS / len(around.events))
@@ -71,24 +72,23 @@ def scales(timelines: Iterable[Timeline]) -> dict[str, float]:
 def draw(found: Timeline, widths: Mapping[str, float]) -> Figure:
     """The panels of a timeline, one under the other. widths: `scales` of all timelines that are shown."""
     shown = panels(found)
-    heights = [_height(one) for one in shown]
+    heights = [_height(one, widths[one.kind]) for one in shown]
     made = figure(sum(heights))
-    top = made.bbox.height
+    top = sum(heights)
     for one, high in zip(shown, heights, strict=True):
-        body = high - 22 - 30
-        axes = made.add_axes(
-            (_GUTTER / WIDTH, (top - 22 - body) / made.bbox.height, _WIDE / WIDTH, body / made.bbox.height)
-        )
+        body = high - _TITLE - _AXIS
+        place = _GUTTER / WIDTH, (top - _TITLE - body) / sum(heights), _WIDE / WIDTH, body / sum(heights)
+        axes = made.add_axes(place)
         _panel(axes, one, widths[one.kind], body, idle(one.run, found.passes))
-        made.text(0, (top - 14) / made.bbox.height, _title(one), size=12, va="baseline")
+        made.text(0, (top - 14) / sum(heights), _title(one), size=12, va="baseline")
         top -= high
     return made
 
 
-def _height(one: Panel) -> float:
-    """Title, lanes, labels and axis."""
-    labels = 0 if one.kind == "step" else _LABELS * _LABEL
-    return 22 + _LANE + _STRIP + 6 + _LANE * len(_lanes(one)) + labels + 30
+def _height(one: Panel, width: float) -> float:
+    """Title, lanes, captions and axis."""
+    captions = max((row + 1 for row, _, _ in _captions(one, width)), default=0)
+    return _TITLE + _LANE + _STRIP + 6 + _LANE * len(_lanes(one)) + _LABEL * captions + 2 + _AXIS
 
 
 def _lanes(one: Panel) -> list[str]:
@@ -99,8 +99,9 @@ def _lanes(one: Panel) -> list[str]:
 def _title(one: Panel) -> str:
     if one.kind == "window":
         return f"{_time(one.seconds)} of {_time(one.run.seconds)}, from {_time(one.start)} on"
-    runs = f", one of {one.run.times} runs of its loop" if one.run.times > 1 else ""
-    return f"{one.title}{runs}: {_time(one.seconds)}"
+    runs = f"one of {one.run.times} runs" if one.run.times > 1 else "the one run"
+    of = "" if one.kind == "step" else f", {runs} of its loop"
+    return f"{one.title}{of}: {_time(one.seconds)}"
 
 
 def _panel(axes: Axes, one: Panel, width: float, high: float, gaps: Sequence[Idle]) -> None:
@@ -112,21 +113,21 @@ def _panel(axes: Axes, one: Panel, width: float, high: float, gaps: Sequence[Idl
     kernels = [x for x in inside if x.lane == "compute"]
     _lane(axes, kernels, KERNELS, 0, pixels)
     for x in kernels:
-        for text in (x.label, x.label.rpartition("/")[2], x.label.rpartition("/")[2].split(" ")[0]):
-            if _write(axes, text, x, one, _LANE / 2, pixels, KERNELS[x.kind].ink):
-                break
+        short = x.label.rpartition("/")[2]
+        _write(axes, (x.label, short, short.split(" ")[0]), x, one, pixels, KERNELS[x.kind].ink)
     for x in (gap for gap in gaps if _shows(gap, one)):
         if x.kind == "loop":
             box = _boxes([(x.start, x.seconds)], 2, _LANE - 4)
             axes.add_patch(PathPatch(box, facecolor="none", edgecolor=FAINT, hatch="////", lw=0.8))
-            _write(axes, x.label, x, one, _LANE / 2, pixels, INK)
+            runs = x.label.partition(" x ")[0]
+            _write(axes, (x.label, f"{runs} x loop"), x, one, pixels, INK)
     _label(axes, "compute", _LANE / 2)
     strip = _LANE + 3
     exposed = [(x.start, x.seconds) for x in gaps if x.kind == "exposed" and _shows(x, one)]
     if exposed:
         patch = PathPatch(_boxes(exposed, strip, _STRIP), facecolor=ALERT, edgecolor=ALERT, lw=0.5, gid="exposed")
         axes.add_patch(patch)
-    _label(axes, "exposed", strip + _STRIP / 2, ALERT if exposed else FAINT)
+    _label(axes, "exposed", strip + _STRIP / 2, ALERT if exposed else QUIET)
     top = strip + _STRIP + 3
     for lane in _lanes(one):
         sent = [x for x in inside if x.lane == lane]
@@ -134,8 +135,8 @@ def _panel(axes: Axes, one: Panel, width: float, high: float, gaps: Sequence[Idl
         _lane(axes, sent, paints, top, pixels)
         _label(axes, lane, top + _LANE / 2)
         top += _LANE
-    if one.kind != "step":
-        _captions(axes, [x for x in inside if x.lane == "collectives"], one, top + 1, pixels)
+    for row, begin, text in _captions(one, width):
+        axes.text(begin, top + 1 + _LABEL * (row + 0.5), text, va="center", size=10)
 
 
 def _shows(x: Event | Idle, one: Panel) -> bool:
@@ -148,7 +149,7 @@ def _frame(axes: Axes, longest: float) -> None:
         side.set_visible(False)
     axes.set_yticks([])
     unit, name = (1e-3, "ms") if longest >= 1e-3 else (1e-6, "\N{MICRO SIGN}s")
-    axes.xaxis.set_major_locator(MaxNLocator(8))
+    axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(lambda x, _: f"{x / unit:g} {name}")
     axes.tick_params("x", length=0, labelsize=10)
     axes.grid(axis="x", color=FAINT, lw=0.6)
@@ -205,29 +206,36 @@ def _boxes(spans: Iterable[tuple[float, float]], top: float, high: float) -> Pat
     return Path(corners, codes)
 
 
-def _write(axes: Axes, text: str, x: Event | Idle, one: Panel, y: float, pixels: float, colour: str) -> bool:
-    """Writes into what is wide enough."""
+def _write(axes: Axes, texts: Iterable[str], x: Event | Idle, one: Panel, pixels: float, colour: str) -> None:
+    """Writes the first text that fits into what lies on the compute lane."""
     begin, end = max(x.start, one.start), min(x.start + x.seconds, one.start + one.seconds)
-    if text_width(text, 9) + 6 > (end - begin) * pixels:
-        return False
-    axes.text((begin + end) / 2, y, text, ha="center", va="center_baseline", size=9, color=colour)
-    return True
+    fits = (text for text in texts if text_width(text, 9) + 6 < (end - begin) * pixels)
+    for text in itertools.islice(fits, 1):
+        axes.text((begin + end) / 2, _LANE / 2, text, ha="center", va="center_baseline", size=9, color=colour)
 
 
-def _captions(axes: Axes, sent: Iterable[Event], one: Panel, top: float, pixels: float) -> None:
-    """What messages carry, under them, the longest first, as far as there is room."""
+def _captions(one: Panel, width: float) -> list[tuple[int, float, str]]:
+    """(row, second, text): what messages carry, under them, the longest first, as far as there is room."""
+    if one.kind == "step":
+        return []
+    found: list[tuple[int, float, str]] = []
     taken: list[tuple[int, float, float]] = []
-    for x in sorted(sent, key=lambda x: -x.seconds):
+    second = width / _WIDE  # of a pixel
+    stop = one.start + one.seconds
+    for x in sorted(
+        (x for x in one.run.events if x.lane == "collectives" and _shows(x, one)), key=lambda x: -x.seconds
+    ):
         text = f"{x.kind} {leaves(x)[0]}, {_time(x.seconds)}"
-        wide = text_width(text, 10) / pixels
+        wide = text_width(text, 10) * second
         begin = max(one.start, x.start)
-        if begin + wide > one.start + _WIDE / pixels:  # over the edge
-            begin = min(x.start + x.seconds, one.start + one.seconds) - wide
+        if begin + wide > one.start + width:  # over the edge
+            begin = min(x.start + x.seconds, stop) - wide
         for row in range(_LABELS):
-            if all(other != row or begin > stop or begin + wide < start for other, start, stop in taken):
-                axes.text(begin, top + _LABEL * (row + 0.5), text, va="center", size=10)
-                taken.append((row, begin, begin + wide + 10 / pixels))
+            if all(other != row or begin > right or begin + wide < left for other, left, right in taken):
+                found.append((row, begin, text))
+                taken.append((row, begin, begin + wide + 10 * second))
                 break
+    return found
 
 
 def leaves(x: Event) -> tuple[str, str]:
