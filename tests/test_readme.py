@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 import jaxshard as js
+from jaxshard.preflight import target
+from jaxshard.preflight.line import Line, examine
 from jaxshard.train.costs import rows
 
 README = Path(__file__).parents[1] / "README.md"
@@ -17,14 +19,28 @@ EXAMPLES = sorted((README.parent / "examples").glob("*.py"))
 
 @pytest.mark.smoke
 def test_the_example_with_ones_own_loss_trains(tmp_path, capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     script = tmp_path / "example.py"
-    script.write_text(code)
+    script.write_text(_code()[0])
     left = runpy.run_path(str(script))
     printed = capsys.readouterr().out
     assert float(printed.splitlines()[0]) < 0.1, "targets of 1 and predictions of 0 begin at a loss of 1"
     assert "reduce_scatter" in printed
     assert left["state"].step == 100
+
+
+def _code() -> list[str]:
+    """The README's programs: an example that trains, a function for `compare`."""
+    return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+
+
+def test_the_function_for_compare_is_one(tmp_path):
+    _, code = _code()
+    script = tmp_path / "mine.py"
+    script.write_text(code)
+    build = runpy.run_path(str(script))["build"]
+    row = examine(build, Line(strategy="zero3", options={"accumulate": 2}), target.parse("cpu:8"), None, {}, None)
+    assert row.held["params"] == (4096 * 4096 + 4096 * 256) * 4 // 8
+    assert not row.broken
 
 
 @pytest.mark.parametrize("name", [row.names[0] for row in rows(8)])
