@@ -141,8 +141,8 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.tags.add(tag)
-        self.links += [value for name, value in attrs if name.split(":")[-1] in ("src", "href", "data", "action")]
-        self.ids += [value for name, value in attrs if name == "id"]
+        self.links += [value or "" for name, value in attrs if name.split(":")[-1] in ("src", "href", "data", "action")]
+        self.ids += [value or "" for name, value in attrs if name == "id"]
         self.handlers += [name for name, _ in attrs if name.startswith("on")]
         if tag not in self.ALONE:
             self.open.append(tag)
@@ -198,7 +198,7 @@ def test_what_a_page_says():
 
 
 def test_texts_of_others_are_escaped():
-    evil = "<script>alert(1)</script>\" onload='x' $\\frac{ &amp; \N{SNOWMAN}\N{CJK UNIFIED IDEOGRAPH-4E00}"
+    evil = "<script>alert(1)</script>\" onload='x' $\\frac{$ &amp; \N{SNOWMAN}\N{CJK UNIFIED IDEOGRAPH-4E00}"
     times = scanned()
     body = replace(times.passes[1].events[0], label=f"{evil} over shard")
     times = replace(times, passes=(times.passes[0], replace(times.passes[1], events=(body,))), slowest=(body,))
@@ -231,7 +231,7 @@ def widths(drawn) -> list[dict[str, tuple[float, float]]]:
     return [lines[i] for i in sorted(lines)]
 
 
-def drawn(bars, paints, unit=GIB, mark=None):
+def drawn(bars, paints, unit: float = GIB, mark=None):
     with plots.style():
         return plots.bars(bars, paints, unit, "GiB", lambda size: f"{size / unit:g}", mark)
 
