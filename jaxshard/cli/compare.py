@@ -89,14 +89,14 @@ def compare(args: list[str]) -> int:
     cache = comparison.cache_folder() if options.cache else None
     rows, stopped = _rows(console, function, target, lines, arguments, options, cache)
     rows = comparison.ranked(rows, target)
+    if write:
+        write(rows, target)
     if options.json:
         print(json.dumps({"target": str(target), "rows": [_as_json(row, target) for row in rows]}, indent=2))
     else:
         show(Console(), rows, target)
         if "config" in arguments and target.source == "compiler" and not targets.cudnn_installed():
             print(WITHOUT_CUDNN)
-    if write:
-        write(rows, target)
     if stopped:
         print(f"jaxshard: stopped after {len(rows)} of {len(lines)} lines", file=sys.stderr)
         return 130
