@@ -1,6 +1,6 @@
 """ZeRO-3 against programs written by hand with `jit`, as XLA's compiler for GPUs builds them. Compiled, not run.
 
-    python benchmarks/compiled.py                              every model and program, about 10 minutes, no GPU
+    python benchmarks/compiled.py                              every model and program, about 25 minutes, no GPU
     python benchmarks/compiled.py --models gpt --blocks scan   a first look
 
 Needs `pip install -e '.[targets]'`; `2>/dev/null` keeps the compiler quiet. What a program holds and sends is exact.
@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import jax
 import tyro
-from compiled_programs import Model, by_hand, gpt, llama, training
+from compiled_programs import Model, Side, by_hand, gpt, llama, training
 from jax.sharding import Mesh
 from rich.box import MARKDOWN
 from rich.console import Console
@@ -85,7 +85,7 @@ def model(name: str, attention: Attention) -> Model:
 class Program:
     """side: who says what moves. strategy: of ours, whose XLA options a program by hand may take too."""
 
-    side: Literal["plain", "careful", "ours"]
+    side: Side
     strategy: js.Strategy | None = None
 
 
@@ -119,6 +119,7 @@ def figures(*, name: str, blocks: Blocks, program: str, target: str, attention: 
         "model": name,
         "blocks": blocks,
         "program": program,
+        "attention": attention,
         "theory": theory(shape, mesh.size),
         "states": found.memory.arguments,
         "peak": found.memory.peak,
@@ -176,6 +177,8 @@ def main(options: Options) -> None:
     console = Console(width=None if sys.stdout.isatty() else 160)
     attention = options.attention or ("cudnn" if targets.cudnn_installed() else "blockwise")
     names = [name for name in PROGRAMS if not options.only or name.startswith(options.only)]
+    if not names:
+        raise SystemExit(f"--only {' '.join(options.only)}: no program begins so; there are {', '.join(PROGRAMS)}.")
     results: list[dict[str, Any]] = []
 
     def compiled(case: tuple[str, Blocks, str]) -> dict[str, Any]:
@@ -186,7 +189,8 @@ def main(options: Options) -> None:
     with ThreadPoolExecutor(options.together) as pool:
         for name in options.models:
             rows = list(pool.map(compiled, itertools.product((name,), options.blocks, names)))
-            what = f"{name} for {options.target}, compiled, not run; jax {jax.__version__}"
+            kernel = "" if name == "gpt" else f", {attention} attention"
+            what = f"{name}{kernel} for {options.target}, compiled, not run; jax {jax.__version__}"
             console.print(table(f"{what}. Theory sends {rows[0]['theory'] / MIB:,.0f} MiB", rows))
             results += rows
             if options.json:
