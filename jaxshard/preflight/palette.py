@@ -34,7 +34,9 @@ CLASSES = {
     "gathered weights": _paint(_ORANGE, "gathered", "split weights that were made whole to be used"),
     "logits": _paint(_YELLOW, "logits", "floats as wide as the vocabulary"),
     "activations": _paint(_GREEN, "activ.", "values of the forward pass, saved or recomputed", _WHITE),
-    "temporaries": _paint("#b5b5b5", "temp.", "all else: gradients of activations, workspaces, the update"),
+    "temporaries": _paint(
+        "#b5b5b5", "temp.", "all else: gradients of activations, workspaces, the update; in the table, in other"
+    ),
     "other": _paint("#7d7d7d", "other", "the batch, other state, the metrics, and gaps in which no value lies", _WHITE),
 }
 """What a device holds, by the names of `ledger.Ledger`; what is not here is ``other``."""
