@@ -23,6 +23,7 @@ KINDS = {
     "collective-broadcast": "broadcast",
 }
 """The kind, as `Collective` names it, by opcode."""
+_MEMBERS = re.compile(r"(?:replica_groups|source_target_pairs)=(mesh.*? \{[^}]*\}|\{\{.*?\}\}|\{\}|\[[^ ]*[\])])")
 
 
 def compiled_collectives(module: Module, mesh: Mapping[str, int]) -> tuple[Collective, ...]:
@@ -36,14 +37,10 @@ def compiled_collectives(module: Module, mesh: Mapping[str, int]) -> tuple[Colle
     counts: Counter[Collective] = Counter()
     for site in walk(module):
         for one, computation in _inside(module, site):
-            for found in _collectives(one, computation, mesh):
+            for found in collectives_of(one, computation, mesh):
                 asynchronous = _is_asynchronous(site, one)
                 counts[replace(found, loops=site.loops, asynchronous=asynchronous)] += site.times
     return tuple(replace(one, count=count) for one, count in counts.items())
-
-
-def _kind(instruction: Instruction) -> str | None:
-    return KINDS.get(instruction.opcode.removesuffix("-start"))
 
 
 def _inside(module: Module, site: Site) -> Iterator[tuple[Instruction, Computation]]:
@@ -60,17 +57,22 @@ def _is_asynchronous(site: Site, instruction: Instruction) -> bool:
     return bool(starts) and not any('"is_sync":true' in one.attributes for one in (*starts, instruction))
 
 
-def _collectives(one: Instruction, computation: Computation, mesh: Mapping[str, int]) -> list[Collective]:
-    kind = _kind(one)
+def members_of(one: Instruction, mesh: Mapping[str, int]) -> groups.Groups:
+    """The devices, by number in the mesh, that send to each other; (source, target) pairs of a permute."""
+    found = _MEMBERS.search(one.attributes)
+    return groups.parse(found[1] if found else "{}", math.prod(mesh.values()))
+
+
+def collectives_of(one: Instruction, computation: Computation, mesh: Mapping[str, int]) -> list[Collective]:
+    """What an instruction sends by itself, one for each dtype, with no count; nothing within groups of one device."""
+    kind = KINDS.get(one.opcode.removesuffix("-start"))
     if kind is None:
         return []
-    size = math.prod(mesh.values())
-    if pairs := re.search(r"source_target_pairs=(\{\{.*?\}\})", one.attributes):
-        over = groups.axes_between(groups.parse(pairs[1], size), mesh)
+    members = members_of(one, mesh)
+    if kind == "permute":
+        over = groups.axes_between(members, mesh)
         devices = math.prod(mesh[axis] for axis in over)
     else:
-        found = re.search(r"replica_groups=(mesh.*? \{[^}]*\}|\{\{.*?\}\}|\{\}|\[[^ ]*[\])])", one.attributes)
-        members = groups.parse(found[1] if found else "{}", size)
         devices = len(members[0])
         over = groups.axes_over(members, mesh)
         over = (f"groups of {devices}",) if over is None else over

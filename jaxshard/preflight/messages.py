@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from jaxshard.compiled import groups
 from jaxshard.compiled.groups import Groups
 from jaxshard.compiled.hlo import Computation, Instruction, Module
-from jaxshard.compiled.traffic import KINDS
-from jaxshard.contract import Collective, names_in
+from jaxshard.compiled.traffic import collectives_of, members_of
+from jaxshard.contract import Collective
 from jaxshard.preflight.device import Device
-
-_GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=(mesh.*? \{[^}]*\}|\{\{.*?\}\}|\{\}|\[[^ ]*[\])])")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,35 +30,12 @@ def message_of(computation: Computation, one: Instruction, mesh: Mapping[str, in
 
     mesh: size by axis name.
     """
-    kind = KINDS.get(one.opcode.removesuffix("-start"))
-    if kind is None:
+    found = collectives_of(one, computation, mesh)
+    if not found:
         return None
-    found = _GROUPS.search(one.attributes)
-    members = groups.parse(found[1] if found else "{}", math.prod(mesh.values()))
-    devices = len(members[0])
-    if devices == 1:
-        return None
-    if kind == "permute":
-        axes = groups.axes_between(members, mesh)
-        devices = math.prod(mesh[axis] for axis in axes)
-    else:
-        axes = groups.axes_over(members, mesh) or (f"groups of {devices}",)
-    sizes: Counter[str] = Counter()
-    for operand in computation.operands(one):
-        for array in operand.arrays:
-            sizes[array.dtype] += array.bytes * (devices if kind == "all_gather" else 1)
-    leaves = dict.fromkeys(leaf for purpose, leaf in names_in(one.op_name) if purpose != "use")
-    sent = Collective(
-        kind=kind,
-        purpose="",
-        leaf="+".join(leaves),
-        axes=axes,
-        devices=devices,
-        dtype=sizes.most_common(1)[0][0],
-        bytes=sizes.total(),
-        count=1,
-    )
-    return Message(sent=sent, groups=members)
+    largest = max(found, key=lambda each: each.bytes)
+    sent = replace(largest, purpose="", bytes=sum(each.bytes for each in found), count=1)
+    return Message(sent=sent, groups=members_of(one, mesh))
 
 
 def messages_in(module: Module, computation: Computation, one: Instruction, mesh: Mapping[str, int]) -> list[Message]:
