@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -161,28 +162,42 @@ def use(
         return whole(leaf, slot)
 
 
-@jax.custom_vjp
-def tie(leaf: jax.Array, slot: jax.Array | None, activation: jax.Array):
-    """The same three, of which the leaf cannot be gathered before the activation is there.
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def tie(leaf: jax.Array, slot: jax.Array | None, activation: jax.Array, sent: Any):
+    """The first three, of which the leaf cannot be gathered before the activation is there.
 
     In the backward pass, the activation's gradient does not go on before the leaf's is reduced: otherwise a compiler
-    may put off products and reductions of weight gradients, and hold the activations of many layers for them.
+    may put off products and reductions of weight gradients, and hold the activations of many layers for them. sent: the
+    dtype in which the leaf's gradient arrives, and waits.
     """
     leaf, activation = lax.optimization_barrier((leaf, activation))
     return leaf, slot, activation
 
 
-def _tie_forward(leaf, slot, activation):
-    return tie(leaf, slot, activation), None
+def _tie_forward(leaf, slot, activation, sent):
+    return tie(leaf, slot, activation, sent), None
 
 
-def _tie_backward(_, gradients):
+def _tie_backward(sent, _, gradients):
     _, slot, activation = gradients
-    slot, activation = lax.optimization_barrier((slot, activation))
-    return None, slot, activation
+    if slot is None:
+        return None, slot, activation
+    # Not in the slot's dtype if that is wider: it would be held so until the update. (To and fro loses nothing.)
+    narrow = sent if jnp.dtype(sent).itemsize < slot.dtype.itemsize else slot.dtype
+    waits, activation = lax.optimization_barrier((slot.astype(narrow), activation))
+    return None, waits.astype(slot.dtype), activation
 
 
 tie.defvjp(_tie_forward, _tie_backward)
+
+
+@jax.custom_vjp
+def tie_gradients(weight: jax.Array, activation: jax.Array):
+    """Both as they are; in the backward pass the activation's gradient waits for the weight's, unreduced."""
+    return weight, activation
+
+
+tie_gradients.defvjp(lambda *both: (both, None), lambda _, gradients: lax.optimization_barrier(gradients))
 
 
 def own_piece(x: jax.Array, dim: int | None, axes: Sequence[str], sizes: Mapping[str, int]) -> jax.Array:

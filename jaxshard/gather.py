@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from jaxshard.collectives import WHOLE, tie
+from jaxshard.collectives import WHOLE, tie, tie_gradients
 from jaxshard.held import Held, on_shard, turned, whole
 from jaxshard.jaxprs import (
     INLINED,
@@ -44,12 +44,14 @@ class Choices:
     """What a strategy and a run choose about the evaluation.
 
     regather: gather again in the backward pass. tie: start a gather only when its operation can start.
-    remat: wraps the body of each scan that consumes parameters, or None.
+    remat: wraps the body of each scan that consumes parameters, or None. product_order: reduce gradients with their
+    dims in the order in which matrix products give them, which XLA's CPU kernels need; on GPUs it costs transposes.
     """
 
     regather: bool = True
     tie: bool = False
     remat: Callable[[Callable], Callable] | None = None
+    product_order: bool = True
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,9 @@ def _gather_and_apply(eqn: JaxprEqn, operands: list[Any], choices: Choices, plac
 
     def apply(*operands):
         operands = _tied(operands) if choices.tie else operands
-        return evaluate(eqn, [whole(x, product_order(eqn, i)) for i, x in enumerate(operands)])
+        orders = [product_order(eqn, i) if choices.product_order else None for i in range(len(operands))]
+        arrays = [whole(x, order) for x, order in zip(operands, orders, strict=True)]
+        return evaluate(eqn, _gradients_tied(operands, arrays) if choices.tie else arrays)
 
     # In a scan, what is saved is stacked, so there even a leaf that was whole is taken from its stack again.
     forgets = choices.regather and any(isinstance(x, Held) and x.is_split for x in operands)
@@ -219,9 +223,25 @@ def _tied(operands: Sequence[Any]) -> list[Any]:
     operands = list(operands)
     for i, x in enumerate(operands):
         if isinstance(x, Held) and x.is_split:
-            leaf, slot, operands[activation] = tie(x.leaf, x.slot, operands[activation])
+            tied: Any = tie(x.leaf, x.slot, operands[activation], x.arrives)
+            leaf, slot, operands[activation] = tied
             operands[i] = replace(x, leaf=leaf, slot=slot)
     return operands
+
+
+def _gradients_tied(operands: Sequence[Any], arrays: list[Any]) -> list[Any]:
+    """The arrays of the operands; the gradient of a leaf that was whole is computed before the activation's goes on.
+
+    Otherwise a compiler may put off the sums that a norm's scale needs, and hold two activations for each.
+    """
+    activation = next((i for i, x in enumerate(operands) if _is_activation(x)), None)
+    leaf = next((i for i, x in enumerate(operands) if isinstance(x, Held) and x.slot is not None), None)
+    if activation is None or leaf is None or operands[leaf].is_split:
+        return arrays
+    arrays = list(arrays)
+    both: Any = tie_gradients(arrays[leaf], arrays[activation])
+    arrays[leaf], arrays[activation] = both
+    return arrays
 
 
 def _is_activation(x: Any) -> bool:

@@ -53,6 +53,12 @@ class Held:
     def is_split(self) -> bool:
         return self.dim is not None and self.route.leaf_pieces > 1
 
+    @property
+    def arrives(self) -> Any:
+        """The dtype in which its gradient arrives at the slot."""
+        reduced = jnp.issubdtype(self.dtype, jnp.floating) and not self.route.deferred
+        return self.route.reduce_dtype if reduced else self.wide or self.dtype
+
 
 def whole(x: Any, order: Sequence[int] | None = None) -> Any:
     """A held leaf made whole; anything else as it is. order: see `collectives.use`."""

@@ -26,7 +26,7 @@ from jaxshard.checks import (
 )
 from jaxshard.gather import Choices, body_remat
 from jaxshard.loss import LossFunction, loss_function
-from jaxshard.mesh import axis_sizes, settled, size_over
+from jaxshard.mesh import axis_sizes, platform_of, settled, size_over
 from jaxshard.precision import Precision, cast_floats
 from jaxshard.program import Program, TracedLoss, trace_loss
 from jaxshard.specs import layout, split_axes, warn_of_whole_leaves
@@ -177,6 +177,7 @@ def setup(
             regather=strategy.regather,
             tie=strategy.prefer == "memory",
             remat=body_remat(remat, tie=strategy.prefer == "memory"),
+            product_order=isinstance(mesh, Mesh) and platform_of(mesh) == "cpu",  # a plan's mesh has no devices
         ),
         deferred=strategy.defers(accumulate),
     )

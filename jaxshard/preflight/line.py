@@ -139,8 +139,7 @@ def row(call: process.Call, line: Line) -> Row:
     try:
         return from_json(Row, call.result())
     except process.ProcessError as error:
-        last = str(error).strip().splitlines()[-1]
-        return Row(line=line, problem=f"its process failed: {last}")
+        return Row(line=line, problem=str(error).splitlines()[0])
 
 
 def _worker(
@@ -151,7 +150,7 @@ def _worker(
     try:
         return to_json(examine(process.load(build), asked, target.parse(where), replica, arguments, folder))
     except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
-        return to_json(Row(line=asked, problem=" ".join(str(error).split())))
+        return to_json(Row(line=asked, problem=" ".join(str(error).split()) or type(error).__name__))
 
 
 def examine(
@@ -182,9 +181,7 @@ def examine(
         with suppress(OSError, ValueError, TypeError, KeyError):  # a damaged one is made anew
             return replace(from_json(Row, json.loads(known.read_text())), line=line)
     found = _compiled(training, line, where)
-    if known is not None:
-        _keep(known, found)
-    return found
+    return found if known is None else _kept(known, found)
 
 
 def _compiled(training: Training, line: Line, where: Target) -> Row:
@@ -267,9 +264,15 @@ def _compiler_version() -> tuple[str, ...]:
     return tuple(found)
 
 
-def _keep(path: Path, found: Row) -> None:
-    """Puts a row in the cache: whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def _kept(path: Path, found: Row) -> Row:
+    """The row, which lies in the cache from now on, whole; or says why it does not."""
     half = path.with_suffix(f".{os.getpid()}")
-    half.write_text(json.dumps(to_json(found)))
-    half.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        half.write_text(json.dumps(to_json(found)))
+        half.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            half.unlink(missing_ok=True)
+        return replace(found, notes=(*found.notes, f"not kept in the cache {path.parent}: {error.strerror}"))
+    return found

@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -90,14 +91,18 @@ class Call:
         """Waits for the function's result. Raises ProcessError if it failed, or its process was ended."""
         code = self._process.wait()
         if not self._made.exists():
-            said = self._said.read_text(errors="replace")
-            raise ProcessError(
-                f"{self._place} ended its process with code {code} before it gave a result.\n{said}".strip()
-            )
+            raise ProcessError(_ended(self._place, code) + "\n" + self._said.read_text(errors="replace"))
         outcome = json.loads(self._made.read_text())
         if "error" in outcome:
-            raise ProcessError(f"{self._place} failed in its own process:\n{outcome['error']}")
+            raise ProcessError(f"{outcome['summary']}\n{self._place} failed in its own process:\n{outcome['error']}")
         return outcome["result"]
+
+
+def _ended(place: str, code: int) -> str:
+    if code >= 0:
+        return f"{place} ended its process with code {code} before it gave a result."
+    why = " (was there memory enough?)" if -code == signal.SIGKILL else ""
+    return f"{place}: its process was ended by {signal.Signals(-code).name}{why}."
 
 
 def place_of(function: Callable[..., Any]) -> str:
@@ -133,13 +138,20 @@ def load(place: str) -> Callable[..., Any]:
     return found
 
 
+def _summary(error: BaseException) -> str:
+    """``ValueError: what, in build (mine.py:12)``: an error, in one line, and where it came from."""
+    said = f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if one.filename != __file__]
+    return f"{said}, in {frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})" if frames else said
+
+
 def _main(place: str, result: str) -> None:
     arguments = json.load(sys.stdin)
     try:
         outcome = {"result": load(place)(**arguments)}
         said = json.dumps(outcome)
-    except Exception:
-        said = json.dumps({"error": traceback.format_exc()})
+    except (Exception, SystemExit) as error:
+        said = json.dumps({"error": traceback.format_exc(), "summary": _summary(error)})
     Path(result).write_text(said)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from jaxshard.preflight.compare import RESERVED, room
 from jaxshard.preflight.line import Row
@@ -29,12 +30,14 @@ def show(console: Console, rows: Sequence[Row], target: Target) -> None:
     """Prints the tables, and under them what did not compile, does not fit, or is otherwise to be known."""
     there = [row for row in rows if not row.problem]
     if there:
-        console.print(f"held by one device at the worst moment, GiB ({target}, compiled, not run)", highlight=False)
-        _print(console, _memory(there, target))
+        console.print(
+            f"held by one device at the worst moment, GiB ({target}, compiled, not run)", highlight=False, markup=False
+        )
+        _print(console, memory_table(there, target))
         console.print("sent by one device in a step, GiB on the wire, and the time that a step takes", highlight=False)
-        _print(console, _step(there))
+        _print(console, step_table(there))
     for line in notes(rows, target):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _print(console: Console, table: Table) -> None:
@@ -53,33 +56,35 @@ def _table(*headers: str) -> Table:
     return table
 
 
-def _memory(rows: Iterable[Row], target: Target) -> Table:
+def memory_table(rows: Iterable[Row], target: Target) -> Table:
     table = _table("strategy", *SHOWN.values(), "other", "peak", "left")
     for row in rows:
         shown = [row.held.get(name, 0) for name in SHOWN]
         free = room(row, target)
-        left = "" if free is None else _gib(free)
+        left = "" if free is None else gib(free)
         style = "dim" if free is not None and free < 0 else None
-        table.add_row(str(row.line), *map(_gib, shown), _gib(row.peak - sum(shown)), _gib(row.peak), left, style=style)
+        table.add_row(
+            Text(str(row.line)), *map(gib, shown), gib(row.peak - sum(shown)), gib(row.peak), left, style=style
+        )
     return table
 
 
-def _step(rows: Sequence[Row]) -> Table:
+def step_table(rows: Sequence[Row]) -> Table:
     totals = {id(row): by_kind(row) for row in rows}
     kinds = [kind for kind in KINDS if any(kind in total for total in totals.values())]
     table = _table("strategy", *kinds, "hidden", "step ms", "XLA's", "bound by")
     for row in rows:
         total = totals[id(row)]
-        sent = [f"{total[kind][0]} x {_gib(total[kind][1])}" if kind in total else "" for kind in kinds]
-        table.add_row(str(row.line), *sent, *_times(row))
+        sent = [f"{total[kind][0]} x {gib(total[kind][1])}" if kind in total else "" for kind in kinds]
+        table.add_row(Text(str(row.line)), *sent, *_times(row))
     return table
 
 
 def _times(row: Row) -> tuple[str, str, str, str]:
     if row.timeline is None:
         return "", "", "", ""
-    estimated = _ms(row.estimate.seconds) if row.estimate else ""
-    return f"{max(row.timeline.hidden, 0):.0%}", _ms(row.timeline.seconds), estimated, row.timeline.bound_by
+    estimated = ms(row.estimate.seconds) if row.estimate else ""
+    return f"{max(row.timeline.hidden, 0):.0%}", ms(row.timeline.seconds), estimated, row.timeline.bound_by
 
 
 def by_kind(row: Row) -> dict[str, tuple[int, int]]:
@@ -99,12 +104,12 @@ def notes(rows: Iterable[Row], target: Target) -> list[str]:
         if row.problem:
             lines.append(f"{row.line}: {row.problem}")
         elif free is not None and free < 0:
-            lines.append(f"{row.line}: does not fit, {_gib(-free)} GiB too much")
+            lines.append(f"{row.line}: does not fit, {gib(-free)} GiB too much")
         lines += [f"{row.line}: {one.splitlines()[0]}" for one in (row.broken, *row.notes) if one]
         lines += [f"    {one.strip()}" for one in row.broken.splitlines()[1:]]
     if target.device is not None:
         lines += [
-            f"left: of {_gib(target.device.memory)} GiB, less {RESERVED:.0%} for CUDA, NCCL and libraries. JAX takes "
+            f"left: of {gib(target.device.memory)} GiB, less {RESERVED:.0%} for CUDA, NCCL and libraries. JAX takes "
             "75 % of the memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.",
             "step: a roofline over the compiled schedule. It ranks, and promises nothing: measured steps took up to "
             "1.4 times as long.",
@@ -112,12 +117,12 @@ def notes(rows: Iterable[Row], target: Target) -> list[str]:
     return lines
 
 
-def _gib(bytes: int) -> str:
+def gib(bytes: int) -> str:
     size = bytes / GIB
     return (
         "-" if not bytes else f"{size:.1f}" if abs(size) >= 10 else f"{size:.2f}" if abs(size) >= 0.1 else f"{size:.3f}"
     )
 
 
-def _ms(seconds: float) -> str:
+def ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.2f}"
