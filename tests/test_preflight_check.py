@@ -44,6 +44,11 @@ LOOP, NESTED = ("scan",), ("microbatches", "scan")
             [message("reduce_scatter", "b", bytes=2048), message(leaf="", bytes=256)],
             id="a changed message takes no other's place",
         ),
+        pytest.param(
+            [message(leaf="a", dtype="bfloat16", bytes=512, count=2), message(dtype="bfloat16", count=2, loops=LOOP)],
+            [message(leaf="", dtype="bfloat16", bytes=2048), message(leaf="a")],
+            id="nor does one that has forgotten its name",
+        ),
     ],
 )
 def test_what_a_compiler_may_do(allowed, compiled):

@@ -7,6 +7,7 @@ therefore a budget of bytes: for each leaf, kind, axes, dtype and place.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -59,17 +60,50 @@ def _as_cpus_send(one: Collective) -> Collective:
 
 def exceeding(allowed: Iterable[Collective], compiled: Iterable[Collective]) -> list[tuple[Collective, int]]:
     """(compiled collective, bytes of whole buffers too many) for each that the allowed ones do not cover."""
-    budget = [(one, one.bytes * one.count) for one in allowed]
-    needed = [(one, one.bytes * one.count) for one in compiled]
-    # What fits exactly is paid first, so that a message which was changed does not take another's place.
-    for fits in (_exact, _combined, _moved_out, _sliced, _added_up):
-        for i, (one, missing) in enumerate(needed):
-            for j, (of, left) in enumerate(budget):
-                if missing and left and set(of.axes) == set(one.axes) and fits(one, of):
-                    paid = min(missing, left)
-                    missing, budget[j] = missing - paid, (of, left - paid)
-            needed[i] = one, missing
-    return [(one, missing) for one, missing in needed if missing]
+    bills = _Bills(tuple(allowed), tuple(compiled))
+    # What fits exactly is paid first. Where one message then took what another needs, it is paid from elsewhere.
+    for fits in _FITS:
+        for one in range(len(bills.compiled)):
+            for of in range(len(bills.allowed)):
+                if bills.owed[one] and bills.left[of] and fits(bills.compiled[one], bills.allowed[of]):
+                    bills.pay([(one, of)], min(bills.owed[one], bills.left[of]))
+    for one in range(len(bills.compiled)):
+        while bills.owed[one] and (path := bills.path(one)):
+            bills.pay(path, min(bills.owed[one], bills.left[path[-1][1]], *(bills.paid[x] for x in path[1::2])))
+    return [(one, owed) for one, owed in zip(bills.compiled, bills.owed, strict=True) if owed]
+
+
+class _Bills:
+    """What compiled collectives owe, what allowed ones have left, and who paid whom: a flow of bytes."""
+
+    def __init__(self, allowed: tuple[Collective, ...], compiled: tuple[Collective, ...]):
+        self.allowed, self.compiled = allowed, compiled
+        self.left = [one.bytes * one.count for one in allowed]
+        self.owed = [one.bytes * one.count for one in compiled]
+        self.paid: Counter[tuple[int, int]] = Counter()
+
+    def path(self, start: int) -> list[tuple[int, int]]:
+        """Pairs (compiled, allowed) from a debt to what is left: every second one is a payment to be taken back."""
+        came: dict[int, list[tuple[int, int]]] = {start: []}
+        pending = [start]
+        while pending:
+            one = pending.pop(0)
+            for of in range(len(self.allowed)):
+                if not any(fits(self.compiled[one], self.allowed[of]) for fits in _FITS):
+                    continue
+                if self.left[of]:
+                    return [*came[one], (one, of)]
+                for other in range(len(self.compiled)):
+                    if self.paid[other, of] and other not in came:
+                        came[other] = [*came[one], (one, of), (other, of)]
+                        pending.append(other)
+        return []
+
+    def pay(self, path: list[tuple[int, int]], bytes: int) -> None:
+        self.owed[path[0][0]] -= bytes
+        self.left[path[-1][1]] -= bytes
+        for i, pair in enumerate(path):
+            self.paid[pair] += bytes if i % 2 == 0 else -bytes
 
 
 def _exact(one: Collective, of: Collective) -> bool:
@@ -78,12 +112,12 @@ def _exact(one: Collective, of: Collective) -> bool:
 
 def _combined(one: Collective, of: Collective) -> bool:
     """Combined messages may have forgotten some leaves, or all."""
-    return (one.kind, one.dtype, one.loops) == (of.kind, of.dtype, of.loops)
+    return _moved_out(one, of) and one.loops == of.loops
 
 
 def _moved_out(one: Collective, of: Collective) -> bool:
-    inner = iter(of.loops)
-    return (one.kind, one.dtype) == (of.kind, of.dtype) and all(loop in inner for loop in one.loops)
+    inner, axes = iter(of.loops), set(of.axes) == set(one.axes)
+    return axes and (one.kind, one.dtype) == (of.kind, of.dtype) and all(loop in inner for loop in one.loops)
 
 
 def _sliced(one: Collective, of: Collective) -> bool:
@@ -94,6 +128,10 @@ def _sliced(one: Collective, of: Collective) -> bool:
 def _added_up(one: Collective, of: Collective) -> bool:
     """Two gradients of one leaf, added up on the device in a wider dtype, and sent once: as many bytes as the two."""
     return _moved_out(replace(one, dtype=of.dtype), of) and of.leaf in one.leaf.split("+")
+
+
+_FITS = (_exact, _combined, _moved_out, _sliced, _added_up)
+"""What a compiler may have made of a message, from what leaves it as it is to what changes it most."""
 
 
 def _broken(one: Collective, bytes: int, allowed: Iterable[Collective], strategy: str) -> str:
