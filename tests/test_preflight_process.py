@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
 import sys
 
@@ -22,6 +23,22 @@ def test_a_function_in_a_process_of_its_own(tmp_path, monkeypatch):
         run("json:loads", s="{")
     with pytest.raises(ProcessError, match="os:_exit ended its process with code 3"):
         run("os:_exit", status=3)
+
+
+def test_it_ends_with_its_caller(tmp_path):
+    """However that ends: nothing may compile on for a command that was killed."""
+    script, fifo = tmp_path / "script.py", tmp_path / "fifo"
+    script.write_text("def waits(path):\n    open(path).read()\n")
+    os.mkfifo(fifo)
+    call = f"from jaxshard.preflight.process import run; run({f'{script}:waits'!r}, path={str(fifo)!r})"
+    caller = subprocess.Popen([sys.executable, "-c", call], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    pipe = os.open(fifo, os.O_WRONLY)  # as soon as the function reads
+    caller.kill()
+    caller.wait()
+    with pytest.raises(BrokenPipeError):
+        while True:
+            os.write(pipe, bytes(1 << 16))
+    os.close(pipe)
 
 
 def test_functions_that_no_other_process_can_find(monkeypatch):

@@ -86,7 +86,10 @@ def compare(args: list[str]) -> int:
             f"compiling for {target} needs XLA's GPU compiler, and no GPU: {targets.INSTALL} (about 220 MB)."
         )
     console = Console(stderr=True)
-    cache = comparison.cache_folder() if options.cache else None
+    try:
+        cache = comparison.cache_folder() if options.cache else None
+    except RuntimeError as error:
+        raise ConfigError(f"no place for the cache ({error}); set XDG_CACHE_HOME, or add --no-cache.") from None
     rows, stopped = _rows(console, function, target, lines, arguments, options, cache)
     rows = comparison.ranked(rows, target)
     if write:

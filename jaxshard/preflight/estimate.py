@@ -103,9 +103,10 @@ def missing(text: str, module: Module) -> str:
             "writes what it keeps, and takes 5000 us for each. There are none without XLA's pass "
             "dynamic-slice-copy-fusion-async-wrapper."
         )
-    absent = ", ".join(dict.fromkeys(one.name for one in inside if one.name not in statistics))
+    absent = list(dict.fromkeys(one.name for one in inside if one.name not in statistics))
     if absent:
-        return f"XLA's scheduler said nothing of {absent}: it gives no time to loops and branches that send nothing."
+        said = f"{absent[0]} and {len(absent) - 1} more" if len(absent) > 1 else absent[0]
+        return f"XLA's scheduler said nothing of {said}: it gives no time to loops and branches that send nothing."
     return ""
 
 

@@ -14,8 +14,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +58,12 @@ class Call:
     ):
         self._place = function if isinstance(function, str) else place_of(function)
         self._folder = tempfile.TemporaryDirectory()
-        self._given, self._made, self._said = (Path(self._folder.name, name) for name in ("given", "made", "said"))
-        self._given.write_text(json.dumps(arguments))
-        with self._given.open() as given, self._said.open("wb") as said:
+        self._made, self._said = Path(self._folder.name, "made"), Path(self._folder.name, "said")
+        with self._said.open("wb") as said:
             self._process = subprocess.Popen(
                 # -P: a script's folder is not searched for modules, and this one's has names of its own.
                 [sys.executable, "-P", __file__, self._place, str(self._made)],
-                stdin=given,
+                stdin=subprocess.PIPE,
                 stdout=said if quiet else None,
                 stderr=said if quiet else None,
                 env={
@@ -73,7 +74,13 @@ class Call:
                 },
                 # Ctrl-C in a terminal is the caller's to deal with.
                 start_new_session=True,
+                text=True,
             )
+        assert self._process.stdin is not None
+        # It stays open: the other process ends when this one does, however that ends.
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(arguments) + "\n")
+            self._process.stdin.flush()
 
     def __enter__(self) -> Call:
         return self
@@ -86,6 +93,9 @@ class Call:
         """Ends the process, if it is still there."""
         self._process.kill()
         self._process.wait()
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
 
     def result(self) -> Any:
         """Waits for the function's result. Raises ProcessError if it failed, or its process was ended."""
@@ -145,8 +155,14 @@ def _summary(error: BaseException) -> str:
     return f"{said}, in {frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})" if frames else said
 
 
+def _end_with_the_caller() -> None:
+    sys.stdin.read()
+    os._exit(1)
+
+
 def _main(place: str, result: str) -> None:
-    arguments = json.load(sys.stdin)
+    arguments = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_the_caller, daemon=True).start()
     try:
         outcome = {"result": load(place)(**arguments)}
         said = json.dumps(outcome)
