@@ -36,9 +36,13 @@ def test_it_ends_with_its_caller(tmp_path):
     caller.kill()
     caller.wait()
     with pytest.raises(BrokenPipeError):
-        while True:
-            os.write(pipe, bytes(1 << 16))
+        _write_on(pipe)
     os.close(pipe)
+
+
+def _write_on(pipe: int) -> None:
+    while True:
+        os.write(pipe, bytes(1 << 16))
 
 
 def test_functions_that_no_other_process_can_find(monkeypatch):
