@@ -84,13 +84,22 @@ def _zeros(program: Program) -> Any:
     def zero(leaf: Leaf):
         if not leaf.trainable:
             return None
-        dtype = program.precision.accumulate if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype
         shape = list(leaf.shape)
         if leaf.dim is not None:
             shape[leaf.dim] //= program.route(leaf).slot_pieces
-        return jnp.zeros(shape, dtype)
+        return jnp.zeros(shape, _slot_dtype(program, leaf))
 
     return program.map(zero)
+
+
+def _slot_dtype(program: Program, leaf: Leaf) -> Any:
+    """The dtype in which a gradient leaves its last use: in which summands are added up, if there are any to add."""
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return leaf.dtype
+    reduce, accumulate = jnp.dtype(program.precision.reduce), jnp.dtype(program.precision.accumulate)
+    alone = leaf.read_once and program.accumulate == 1 and not program.deferred and not program.precision.scaled
+    # As it arrives, it is the same value, and half as large until the update.
+    return reduce if alone and reduce.itemsize < accumulate.itemsize else accumulate
 
 
 def _microbatch(program: Program, params: Any, key: jax.Array, scale: Any) -> Callable[..., Any]:
@@ -164,6 +173,8 @@ def _finish(program: Program, grads: Any, share: jax.Array, scale: Any) -> Any:
     def finish(leaf: Leaf, g):
         if g is None:
             return None
+        if jnp.issubdtype(g.dtype, jnp.floating):
+            g = g.astype(program.precision.accumulate)
         way = program.route(leaf)
         after = share
         if way.deferred:

@@ -186,6 +186,27 @@ def _keeps_a_dim(eqn: JaxprEqn) -> bool:
     return any(size > 1 and move(eqn, dim, 1) is not None for dim, size in enumerate(shape))
 
 
+def read_once(jaxpr: Jaxpr, var: Var) -> bool:
+    """Whether a program reads an input in one place alone, whole, once cast and transposed or not.
+
+    Its gradient is then one summand, or one for each layer of a stack. What is not sure counts as read more often.
+    """
+    readers = [(eqn, i) for eqn in jaxpr.eqns for i, x in enumerate(eqn.invars) if x is var]
+    if var in jaxpr.outvars or len(readers) != 1:
+        return False
+    ((eqn, i),) = readers
+    name = eqn.primitive.name
+    if name in ("convert_element_type", "transpose"):
+        return read_once(jaxpr, eqn.outvars[0])
+    if name in INLINED + REMAT:
+        inner, _ = body_of(eqn)
+        return read_once(inner, inner.invars[i])
+    if name == "scan":
+        inner, _ = body_of(eqn)
+        return i >= sum(scan_parts(eqn)) and read_once(inner, inner.invars[i])
+    return all(move(eqn, dim, 1) is None for dim in range(shape_of(var).ndim))
+
+
 def read_by_rows(jaxpr: Jaxpr, var: Var, inputs: Sequence[bool]) -> bool:
     """Whether a program reads an input only by slices, so that it never needs all of it at once.
 

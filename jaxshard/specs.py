@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxshard.collectives import Route
 from jaxshard.mesh import axis_sizes, size_over
-from jaxshard.onshard import sliced_dims
+from jaxshard.onshard import read_once, sliced_dims
 from jaxshard.precision import Precision
 from jaxshard.strategy import BATCH_AXES, SHARD, Placement, Strategy
 
@@ -31,8 +31,8 @@ class Leaf:
     """One array of a pytree and what may be done with it.
 
     dim: the dim that strategies may split, None for a leaf that always stays whole. whole_because: why it does, and
-    what would split it. trainable: whether it has a gradient. owner: for a leaf of an optimizer's state, the path of
-    the parameter it belongs to.
+    what would split it. trainable: whether it has a gradient. read_once: whether the loss reads it in one place alone.
+    owner: for a leaf of an optimizer's state, the path of the parameter it belongs to.
     """
 
     path: str
@@ -41,6 +41,7 @@ class Leaf:
     dim: int | None
     trainable: bool = True
     whole_because: str = ""
+    read_once: bool = False
     owner: str = ""
 
     @property
@@ -89,9 +90,10 @@ def layout(
     named, structure = jax.tree_util.tree_flatten_with_path(params)
     learns = _trainable(trainable, params)
     sliced = sliced_dims(jaxpr, len(named), pieces)
+    once = [read_once(jaxpr, var) for var in jaxpr.invars[: len(named)]]
     leaves = [
-        _leaf(path_of(path), x, taken, pieces, learn)
-        for (path, x), taken, learn in zip(named, sliced, learns, strict=True)
+        replace(_leaf(path_of(path), x, taken, pieces, learn), read_once=reads)
+        for (path, x), taken, learn, reads in zip(named, sliced, learns, once, strict=True)
     ]
     budget = whole_budget * sum(leaf.bytes for leaf in leaves) / pieces
     small = set()

@@ -6,6 +6,7 @@ compiler adds it, and it is counted in the update compiled alone.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,8 @@ from jaxshard.compiled.traffic import compiled_collectives
 from jaxshard.contract import Collective
 from jaxshard.gradients import Gradients
 from jaxshard.jaxprs import is_elementwise
-from jaxshard.mesh import axis_sizes
+from jaxshard.mesh import axis_sizes, size_over
+from jaxshard.program import Program
 from jaxshard.setup import Setup
 from jaxshard.specs import shape_at, sharding, shardings
 from jaxshard.update import apply_optimizer, updated
@@ -52,5 +54,26 @@ def update_collectives(made: Setup) -> tuple[Collective, ...]:
 
     compiled = jax.jit(update, out_shardings=where.shardings).lower(state, result).compile()
     counted = compiled_collectives(parse(compiled.as_text() or ""), axis_sizes(program.mesh))
-    ours = [one for one in counted if one.purpose == "gather"]  # of updated slices, which stand in the contract
-    return tuple(replace(one, purpose="update", leaf="") for one in counted if one not in ours)
+    # Gathers of updated slices stand in the contract; a compiler may have combined others with them.
+    due = _gathered_slices(program)
+    found = []
+    for one in counted:
+        over = one.bytes * one.count
+        if one.purpose == "gather":
+            in_contract = min(over, due[one.dtype])
+            due[one.dtype] -= in_contract
+            over -= in_contract
+        if over:
+            count = one.count if over == one.bytes * one.count else 1
+            found.append(replace(one, purpose="update", leaf="", bytes=over // count, count=count))
+    return tuple(found)
+
+
+def _gathered_slices(program: Program) -> Counter[str]:
+    """Bytes, by dtype, of parameters that every step gathers from their updated slices."""
+    held = program.strategy.params.axes
+    sizes: Counter[str] = Counter()
+    for leaf in jax.tree.leaves(program.layout):
+        if leaf.trainable and leaf.dim is not None and program.strategy.opt.axes != held:
+            sizes[jnp.dtype(leaf.dtype).name] += leaf.bytes // size_over(program.mesh, held)
+    return sizes

@@ -11,6 +11,7 @@ from oracle import FORMS, assert_same_bits, batches, lenient, mesh_of
 from quick import EVERY, quick
 
 import jaxshard as js
+from jaxshard.onshard import read_once
 
 SCAN, LIST = FORMS
 FIVE = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3")
@@ -312,3 +313,51 @@ def test_all_devices_skip_together_and_recover(strategy, mesh):
         seen.append((int(state.step), float(metrics["loss_scale"]), int(metrics["skipped"])))
         assert {len({bytes(np.asarray(s.data)) for s in x.addressable_shards}) for x in state.extra.values()} == {1}
     assert seen == [(1, 1024, 0), (1, 512, 1), (2, 512, 1), (2, 256, 2), (3, 256, 2), (4, 512, 2), (5, 512, 2)]
+
+
+def _scanned(w, x):
+    return jax.lax.scan(lambda x, row: (jnp.tanh(x @ row), None), x, w)[0]
+
+
+@pytest.mark.parametrize(
+    ("reads", "shape", "once"),
+    [
+        pytest.param(lambda w, x: x @ w, (4, 4), True, id="a product"),
+        pytest.param(lambda w, x: x.astype("bfloat16") @ w.astype("bfloat16").T, (4, 4), True, id="cast and turned"),
+        pytest.param(lambda w, x: jax.jit(jax.checkpoint(jnp.matmul))(x, w), (4, 4), True, id="inside jit and remat"),
+        pytest.param(_scanned, (3, 4, 4), True, id="layer by layer"),
+        pytest.param(lambda w, x: x @ w + x, (4, 4), True, id="what is made of it may be read often"),
+        pytest.param(lambda w, x: x @ w @ w, (4, 4), False, id="two products"),
+        pytest.param(
+            lambda w, x: (lambda c: x @ c @ c)(w.astype("bfloat16")), (4, 4), False, id="cast once, read twice"
+        ),
+        pytest.param(lambda w, x: _scanned(jnp.stack([x, x]), w), (4, 4), False, id="carried"),
+        pytest.param(
+            lambda w, x: jax.lax.scan(lambda x, _: (x @ w, None), x, None, 3)[0], (4, 4), False, id="each step"
+        ),
+        pytest.param(lambda w, x: x @ w[0] + x @ w[1], (2, 4, 4), False, id="by rows"),
+        pytest.param(lambda w, x: x @ (w * 2), (4, 4), False, id="scaled"),
+        pytest.param(lambda w, x: (x @ w, w), (4, 4), False, id="given back"),
+    ],
+)
+def test_which_leaves_are_read_once(reads, shape, once):
+    with jax.numpy_dtype_promotion("standard"):
+        jaxpr = jax.make_jaxpr(reads)(jnp.ones(shape), jnp.ones((4, 4))).jaxpr
+    assert read_once(jaxpr, jaxpr.invars[0]) == once
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+def test_summands_are_added_in_float32_though_they_travel_in_bfloat16(strategy):
+    """1 + 2^-9 is no bfloat16: a leaf that is read twice must not be summed in the dtype of the wire."""
+    batch = {"x": jnp.ones((16, 8)), "y": jnp.full((16, 8), 2.0**-9)}
+
+    def loss(params, batch):
+        once = jnp.mean(batch["x"] @ params["once"])
+        return once + jnp.mean(batch["x"] @ params["twice"]) + jnp.mean(batch["y"] @ params["twice"])
+
+    params = {"once": jnp.zeros((8, 1)), "twice": jnp.zeros((8, 1))}
+    training = quick(loss, params, batch, strategy, precision=js.Precision(reduce="bfloat16"))
+    state, _ = training.step(training.init(params), batch)
+    new = training.whole(state)
+    np.testing.assert_array_equal(new["twice"], -(1 + 2.0**-9) * np.ones((8, 1)))
+    np.testing.assert_array_equal(new["once"], -np.ones((8, 1)))

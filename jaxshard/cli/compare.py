@@ -193,8 +193,9 @@ def _report(path: str | None) -> Callable[[Sequence[Row], targets.Target], None]
         from jaxshard.preflight.report import report
     except ImportError as error:
         raise ConfigError(f"--html needs {error.name}: {targets.INSTALL}.") from None
-    if not Path(path).resolve().parent.is_dir():
-        raise ConfigError(f"--html {path}: there is no folder {Path(path).resolve().parent}.")
+    if Path(path).is_dir() or not Path(path).resolve().parent.is_dir():
+        why = "it is a folder" if Path(path).is_dir() else f"there is no folder {Path(path).resolve().parent}"
+        raise ConfigError(f"--html {path}: {why}; name a file.")
 
     def write(rows: Sequence[Row], target: targets.Target) -> None:
         try:

@@ -178,7 +178,7 @@ def examine(
         )
     known = None if cache is None else cache / f"{_fingerprint(training, where)}.json"
     if known is not None and known.exists():
-        with suppress(OSError, ValueError, TypeError, KeyError):  # a damaged one is made anew
+        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):  # a damaged one is made anew
             return replace(from_json(Row, json.loads(known.read_text())), line=line)
     found = _compiled(training, line, where)
     return found if known is None else _kept(known, found)

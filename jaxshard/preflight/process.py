@@ -144,6 +144,8 @@ def load(place: str) -> Callable[..., Any]:
         module = importlib.import_module(where)
     found: Any = module
     for part in name.split("."):
+        if not hasattr(found, part):
+            raise ValueError(f"{where} has no function {name!r}.")
         found = getattr(found, part)
     return found
 
