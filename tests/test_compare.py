@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from jaxshard.cli import main
 from jaxshard.preflight import compare as comparison
@@ -15,6 +16,7 @@ from jaxshard.preflight import target
 from jaxshard.preflight.compare import RESERVED, asked, ranked, room
 from jaxshard.preflight.line import Line, Row, examine
 from jaxshard.preflight.records import from_json, to_json
+from jaxshard.preflight.show import show
 from jaxshard.preflight.timeline import Timeline
 
 SCRIPT = """
@@ -34,7 +36,17 @@ def build(mesh, strategy, accumulate=1):
     )
 
 def broken(mesh, strategy):
-    raise ValueError("no such\\nmodel")
+    raise ValueError("no [/such]\\nmodel")
+
+def silent(mesh, strategy):
+    raise NotImplementedError
+
+def killed(mesh, strategy):
+    import os, signal
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def asserts(mesh, strategy):
+    assert mesh is None, "a mesh"
 
 def waits(mesh, strategy):
     open("FIFO").read()
@@ -133,6 +145,31 @@ def test_rows_of_a_script_and_their_cache(script, tmp_path):
     assert json.loads(kept.read_text())["seconds"] != 12345.0
 
 
+def test_what_went_wrong_is_said_in_a_line(script, capsys):
+    cpus, (line,) = target.parse("cpu:2"), asked(("zero3",))
+
+    def problem(name):
+        (row,) = comparison.compare(f"{script}:{name}", cpus, [line], workers=1)
+        show(Console(width=80), [row], cpus)
+        assert capsys.readouterr().out == f"zero3: {row.problem}\n"
+        return row.problem
+
+    assert problem("broken") == "no [/such] model"
+    assert problem("silent") == "NotImplementedError"
+    assert problem("killed").endswith("its process was ended by SIGKILL (was there memory enough?).")
+    assert problem("asserts") == f"AssertionError: a mesh, in asserts ({script}:28)"
+    assert problem("absent").endswith("mine.py has no function 'absent'.")
+
+
+def test_a_cache_that_cannot_be_written_costs_no_row(script, tmp_path):
+    (line,) = asked(("zero3",))
+    place = tmp_path / "file"
+    place.write_text("")
+    row = examine(_loaded(script), line, target.parse("cpu:2"), None, {}, place / "cache")
+    assert row.held["params"] > 0
+    assert row.notes[-1].startswith("not kept in the cache")
+
+
 def _loaded(script: Path):
     space: dict = {}
     exec(compile(script.read_text(), str(script), "exec"), space)
@@ -149,7 +186,7 @@ def test_leaving_early_ends_the_processes(script, tmp_path, monkeypatch):
     lines = asked(("zero3", "ddp"))
     rows = comparison.compare(f"{script}:waits", target.parse("cpu:2"), lines[:1], workers=1)
     broken = comparison.compare(f"{script}:broken", target.parse("cpu:2"), lines[1:], workers=1)
-    assert next(broken).problem == "no such model"
+    assert next(broken).problem == "no [/such] model"
 
     def interrupted(_):
         with fifo.open("w"):  # opens as soon as the other process reads

@@ -49,6 +49,11 @@ LOOP, NESTED = ("scan",), ("microbatches", "scan")
             [message(leaf="", dtype="bfloat16", bytes=2048), message(leaf="a")],
             id="nor does one that has forgotten its name",
         ),
+        pytest.param(
+            [message(leaf="a", dtype="bfloat16", bytes=512, count=2), message(leaf="norm", bytes=8)],
+            [message(leaf="a", bytes=1024), message(leaf="", bytes=8)],
+            id="added up beside scalars",
+        ),
     ],
 )
 def test_what_a_compiler_may_do(allowed, compiled):

@@ -52,4 +52,3 @@ def test_without_the_option(pytester: pytest.Pytester):
     result = pytester.runpytest_inprocess("-p", "jaxshard.testing")
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines(["*forced_devices needs pytest --forced-devices N, such as 8.*"])
-

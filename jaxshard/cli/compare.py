@@ -74,6 +74,10 @@ def compare(args: list[str]) -> int:
         raise ConfigError("compare needs --target: the devices to compile for, such as h100:64 or cpu:8.")
     if options.workers < 1:
         raise ConfigError(f"--workers {options.workers}: how many compile at a time, 1 or more.")
+    if options.replica is not None and options.replica < 1:
+        raise ConfigError(f"--replica {options.replica}: copies of the states, 1 or more.")
+    if not options.strategies:
+        raise ConfigError(f"--strategies: name at least one, such as {' '.join(comparison.USUAL)}.")
     write = _report(options.html)
     function, arguments = _source(place, changes)
     try:

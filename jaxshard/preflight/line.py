@@ -150,7 +150,8 @@ def _worker(
     try:
         return to_json(examine(process.load(build), asked, target.parse(where), replica, arguments, folder))
     except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
-        return to_json(Row(line=asked, problem=" ".join(str(error).split()) or type(error).__name__))
+        said = " ".join(str(error).split()) or type(error).__name__
+        return to_json(Row(line=asked, problem=said.encode(errors="backslashreplace").decode()))
 
 
 def examine(
