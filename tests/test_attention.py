@@ -135,6 +135,7 @@ LLAMA = load(CONFIGS / "llama3-8b.toml").model
         (replace(LLAMA, heads=16), {}, "blockwise"),
         (replace(LLAMA, dtype="float32"), {}, "blockwise"),
         (replace(LLAMA, context=BLOCK), {"platform": "cpu"}, "xla"),
+        (replace(LLAMA, context=BLOCK), {"platform": "cpu", "compute": "float16"}, "blockwise"),
         (replace(LLAMA, context=BLOCK), {}, "cudnn"),
         (replace(LLAMA, attention="xla"), {}, "xla"),
         (replace(LLAMA, attention="blockwise"), {}, "blockwise"),
@@ -157,6 +158,11 @@ def test_what_auto_stands_for(config, where, form):
 def test_cudnn_where_it_cannot_be(change, where, message):
     with pytest.raises(ValueError, match=message):
         resolved(replace(LLAMA, attention="cudnn", **change), **H100 | where)
+
+
+def test_xla_on_cpus_has_no_product_in_float16():
+    with pytest.raises(ValueError, match="cannot compute in float16 on CPUs; take 'blockwise' or 'auto'"):
+        resolved(replace(LLAMA, attention="xla"), platform="cpu", cudnn=False, compute="float16")
 
 
 def test_train_refuses_cudnn_without_a_gpu_in_one_line(capsys):

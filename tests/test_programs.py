@@ -3,6 +3,7 @@
 Oracle: the gradient of the same program on one device, by SGD, so that no optimizer divides a wrong scale away.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import jax
@@ -14,8 +15,11 @@ from programs import PROGRAMS, SMOKE
 from quick import QUICK
 
 import jaxshard as js
+from jaxshard.preflight.target import uncached
 
 RATE = 0.1
+# What the compiler of jax 0.10 for CPUs makes of it crashes the process when it comes back from JAX's cache.
+NOT_CACHED = ("remat_around_scan",)
 
 
 def reference(program, replica: int, shard: int):
@@ -63,7 +67,8 @@ def check(program, strategy, replica: int = 1, shard: int = 8):
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.smoke] * (n in SMOKE)) for n in PROGRAMS])
 def test_zero3_equals_one_device(name):
-    check(PROGRAMS[name], js.ZERO3)
+    with uncached() if name in NOT_CACHED else nullcontext():
+        check(PROGRAMS[name], js.ZERO3)
 
 
 @pytest.mark.parametrize("name", SMOKE[::2])

@@ -55,8 +55,12 @@ def best_form(
     length: tokens of a sequence. channels: of a head. platform: of the devices, as JAX names it. cudnn: whether JAX
     can use cuDNN. compute: the dtype of queries, keys and values.
 
-    Raises ValueError when cuDNN is asked for where it cannot be.
+    Raises ValueError for a form that is asked for where it cannot be.
     """
+    # XLA has no such product for CPUs.
+    half_on_cpu = platform == "cpu" and compute == "float16"
+    if form == "xla" and half_on_cpu:
+        raise ValueError("model.attention = 'xla' cannot compute in float16 on CPUs; take 'blockwise' or 'auto'.")
     obstacle = None
     if platform not in ("gpu", "cuda"):
         obstacle = f"an NVIDIA GPU, and these devices are {platform}"
@@ -69,7 +73,7 @@ def best_form(
     if form == "cudnn" and obstacle is not None:
         raise ValueError(f"model.attention = 'cudnn' needs {obstacle}; or leave the choice to 'auto'.")
     if form == "auto":
-        return "cudnn" if obstacle is None else without_cudnn(length)
+        return "cudnn" if obstacle is None else "blockwise" if half_on_cpu else without_cudnn(length)
     return form
 
 

@@ -173,7 +173,8 @@ _MUST_BE = {
 
 
 def _is_number(value: Any, kind: type) -> bool:
-    return isinstance(value, int if kind is int else int | float) and not isinstance(value, bool) and value > 0
+    fits = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+    return fits and 0 < value < math.inf
 
 
 def _are_points(value: Any) -> bool:

@@ -177,6 +177,8 @@ def _class(one: Buffer, shapes: set[tuple[int, ...]], widths: set[int]) -> str:
     dims = tuple(sorted(size for size in one.array.dims if size > 1))
     is_float = "float" in one.array.dtype
     backward = "transpose(" in one.scope and "rematted_computation" not in one.scope
+    if one.array.dtype == "int8" and len(one.array.dims) == 1:  # a library's workspace
+        return "temporaries"
     if "jaxshard.gather:" in one.scope and "jaxshard.reduce:" not in one.scope:
         return "gathered weights"
     if "jaxshard.reduce:" in one.scope or (is_float and backward and dims in shapes):
