@@ -25,6 +25,7 @@ from jaxshard.jaxprs import (
     REMAT,
     at,
     body_of,
+    closed_over,
     contains_remat,
     evaluate,
     product_order,
@@ -127,10 +128,10 @@ def _gather_and_apply(eqn: JaxprEqn, operands: list[Any], choices: Choices, plac
     """The rule that is always right: make whole, apply, and forget the whole leaf until the backward pass."""
 
     def apply(*operands):
-        operands = _tied(operands) if choices.tie else operands
+        operands = _tied(operands, closed_over(eqn)) if choices.tie else operands
         orders = [product_order(eqn, i) if choices.product_order else None for i in range(len(operands))]
         arrays = [whole(x, order) for x, order in zip(operands, orders, strict=True)]
-        return evaluate(eqn, _gradients_tied(operands, arrays) if choices.tie else arrays)
+        return evaluate(eqn, _gradients_tied(operands, arrays, closed_over(eqn)) if choices.tie else arrays)
 
     # In a scan, what is saved is stacked, so there even a leaf that was whole is taken from its stack again.
     forgets = choices.regather and any(isinstance(x, Held) and x.is_split for x in operands)
@@ -215,9 +216,9 @@ def _scan(eqn: JaxprEqn, operands: list[Any], varies: list[bool], choices: Choic
     return [*carry, *stacked]
 
 
-def _tied(operands: Sequence[Any]) -> list[Any]:
-    """The same operands, with each split leaf tied to the first activation among them."""
-    activation = next((i for i, x in enumerate(operands) if _is_activation(x)), None)
+def _tied(operands: Sequence[Any], constants: int) -> list[Any]:
+    """The same operands, with each split leaf tied to the first activation among them, behind so many constants."""
+    activation = next((i for i, x in enumerate(operands) if i >= constants and _is_activation(x)), None)
     if activation is None:
         return list(operands)
     operands = list(operands)
@@ -229,12 +230,12 @@ def _tied(operands: Sequence[Any]) -> list[Any]:
     return operands
 
 
-def _gradients_tied(operands: Sequence[Any], arrays: list[Any]) -> list[Any]:
+def _gradients_tied(operands: Sequence[Any], arrays: list[Any], constants: int) -> list[Any]:
     """The arrays of the operands; the gradient of a leaf that was whole is computed before the activation's goes on.
 
     Otherwise a compiler may put off the sums that a norm's scale needs, and hold two activations for each.
     """
-    activation = next((i for i, x in enumerate(operands) if _is_activation(x)), None)
+    activation = next((i for i, x in enumerate(operands) if i >= constants and _is_activation(x)), None)
     leaf = next((i for i, x in enumerate(operands) if isinstance(x, Held) and x.slot is not None), None)
     if activation is None or leaf is None or operands[leaf].is_split:
         return arrays

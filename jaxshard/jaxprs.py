@@ -189,6 +189,11 @@ def scan_parts(eqn: JaxprEqn) -> tuple[int, int]:
     return len(eqn.invars) - carries - sliced, carries
 
 
+def closed_over(eqn: JaxprEqn) -> int:
+    """How many of the first operands a custom derivative rule closes over: it has no derivative for them."""
+    return eqn.params.get("num_consts", 0) if eqn.primitive.name.startswith("custom_") else 0
+
+
 def contains(jaxpr: Jaxpr, names: Sequence[str]) -> bool:
     """Whether a primitive of one of these names stands anywhere in a program."""
     return any(eqn.primitive.name in names or any(contains(sub, names) for sub in subjaxprs(eqn)) for eqn in jaxpr.eqns)

@@ -9,6 +9,7 @@ import optax
 import pytest
 from jax import lax
 from jax.sharding import AxisType
+from quick import quick
 
 import jaxshard as js
 
@@ -236,3 +237,25 @@ def test_no_batch_is_no_batch():
     training = make(mean_square, params)
     with pytest.raises(ValueError, match="batch has no arrays"):
         training.step(training.init(params), None)
+
+
+@pytest.mark.parametrize("strategy", [js.DDP, js.ZERO3], ids=["whole", "split"])
+def test_a_custom_rule_that_closes_over_a_constant_is_tied_to_no_constant(strategy):
+    """Nothing may be differentiated through what a custom rule closes over, a tie included."""
+    shift = np.linspace(0, 1, 8, dtype=np.float32)
+
+    @jax.custom_vjp
+    def rule(w):
+        return jnp.tanh(w) + jnp.asarray(shift)
+
+    rule.defvjp(lambda w: (rule(w), w), lambda w, g: (2 * w * g,))  # on purpose not its derivative
+
+    def loss(params, batch):
+        return jnp.mean(jax.checkpoint(lambda x, w: x + rule(w))(batch, params["w"]) ** 2)
+
+    params, batch = {"w": jnp.ones(8)}, jnp.ones((16, 8))
+    training = quick(loss, params, batch, replace(strategy, prefer="memory"))
+    state, _ = training.step(training.init(params), batch)
+    gradient = jax.grad(loss)(params, batch)["w"]
+    assert gradient.all()
+    np.testing.assert_allclose(1 - training.whole(state)["w"], gradient, rtol=1e-5)
