@@ -211,14 +211,15 @@ def hold(expected: Iterable[Collective], counted: Iterable[Collective]) -> None:
     for one in sorted(counted, key=lambda one: -len(one.loops)):
         if one.purpose == "loss":
             continue
-        place = replace(one, count=0)
-        outer = (other for other in left if _moved_out(place, other) and left[other] >= one.count)
-        found = place if place in left else next(outer, place)
-        if one.count > left[found]:
-            broken.append(
-                f"{one}: " + (f"at most {left[found]} in the contract" if found in left else "not in the contract")
-            )
-        left[found] -= one.count
+        place, missing = replace(one, count=0), one.count
+        places = [place, *(other for other in left if _moved_out(place, other))]
+        for found in places:
+            paid = min(missing, left[found])
+            left[found] -= paid
+            missing -= paid
+        if missing:
+            covered = one.count - missing
+            broken.append(f"{one}: " + (f"at most {covered} in the contract" if covered else "not in the contract"))
     if broken:
         raise ContractError("the step sends what its strategy does not:\n  " + "\n  ".join(broken))
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from oracle import FORMS, HIDDEN, LAYERS, VOCAB, WIDTH, Model, batches, lenient, mesh_of
+from quick import quick
 
 import jaxshard as js
 from jaxshard import collectives
@@ -241,6 +242,31 @@ def test_one_too_many_breaks_the_contract():
             hold(contract, [replace(one, count=one.count + 1)])
         with pytest.raises(js.ContractError, match="not in the contract"):
             hold(contract, [replace(one, loops=("microbatches", *one.loops))])
+
+
+def test_gathers_beside_a_loop_and_moved_out_of_it_are_one_account():
+    """A weight at a place that an integer leaf tells, read in a loop and beside it; JAX moves gathers out of the loop."""
+
+    def loss(params, batch):
+        def rows():
+            return jax.lax.dynamic_slice_in_dim(params["w"], jnp.sum(params["i"]) % 3, 8, 0)
+
+        def run(x):
+            x, _ = jax.lax.scan(lambda x, _: (jnp.tanh(x) + rows().mean(0), None), x, None, 2)
+            return x @ rows()
+
+        return jnp.mean(jax.checkpoint(run, prevent_cse=False)(batch) ** 2)
+
+    params = {"w": jnp.ones((16, 8)), "i": jnp.arange(8)}
+    contract = quick(loss, params, jnp.ones((16, 8)), "zero3").contract()
+    outside = [one for one in contract if one.kind == "all_gather" and not one.loops]
+    assert [(one.leaf, one.count) for one in outside] == [("i", 4), ("w", 4)]
+
+    loop = replace(outside[0], count=4, loops=("scan",))
+    beside = replace(outside[0], count=2)
+    hold([loop, beside], [replace(outside[0], count=6)])
+    with pytest.raises(js.ContractError, match="at most 6 in the contract"):
+        hold([loop, beside], [replace(outside[0], count=7)])
 
 
 def test_the_loss_functions_own_collectives_are_its_own_business():
