@@ -245,7 +245,7 @@ def test_one_too_many_breaks_the_contract():
 
 
 def test_gathers_beside_a_loop_and_moved_out_of_it_are_one_account():
-    """A weight at a place that an integer leaf tells, read in a loop and beside it; JAX moves gathers out of the loop."""
+    """Rows at a place that an integer leaf tells, read in a loop and beside it; JAX moves gathers out of the loop."""
 
     def loss(params, batch):
         def rows():
