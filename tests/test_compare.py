@@ -72,6 +72,8 @@ def test_every_combination_that_means_something():
         "zero3 regather=false accumulate=4",
         "dp regather=true accumulate=1",
     ]
+    # Of ddp, too, prefer changes what the compiler is asked for.
+    assert len(asked(("ddp",), {"prefer": ["speed", "memory"]})) == 2
     strategy, options = lines[4].resolve()
     assert (strategy.regather, options) == (False, {"accumulate": 1})
     with pytest.raises(ValueError, match="zero3"):

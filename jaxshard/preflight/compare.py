@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +43,12 @@ def asked(strategies: Sequence[str] = USUAL, choices: Mapping[str, Sequence[Any]
 def _meaning(line: Line) -> Any:
     """What two lines are compared by: options that change nothing about a strategy are left out."""
     strategy, options = line.resolve()
-    default = named(line.strategy)
-    idle = not strategy.params.axes
-    changes = [
-        (name, getattr(strategy, name))
-        for name in ("gather", "regather", "prefer", "reduce", "bucket_mb")
-        if getattr(strategy, name) != getattr(default, name) and not (idle and name in ("gather", "regather", "prefer"))
-    ]
-    return line.strategy if default.params.devices == "first" else (line.strategy, changes, options)
+    if strategy.params.devices == "first":
+        return line.strategy
+    if not strategy.params.axes:  # nothing is gathered
+        default = named(line.strategy)
+        strategy = replace(strategy, gather=default.gather, regather=default.regather)
+    return line.strategy, strategy, options
 
 
 def compare(
