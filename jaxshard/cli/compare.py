@@ -20,7 +20,7 @@ from jaxshard.preflight.line import Line, Row
 from jaxshard.preflight.records import to_json
 from jaxshard.preflight.show import show
 from jaxshard.train import build
-from jaxshard.train.config import Config, ConfigError, dotted_keys, load
+from jaxshard.train.config import ConfigError, dotted_keys, load
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +114,9 @@ def _apart(args: Sequence[str]) -> tuple[list[str], list[str]]:
     """(options of the configuration, which have a dot in their names, with their values; the others)."""
     dotted, others, into = [], [], None
     for one in args:
+        if one == "-h":
+            others.append(one)
+            continue
         if one.startswith("--"):
             into = dotted if "." in one.partition("=")[0] else others
         (others if into is None else into).append(one)
@@ -137,8 +140,7 @@ def _source(place: str, changes: list[str]) -> tuple[str, dict[str, Any]]:
             raise ConfigError(f"cannot read {script}: No such file or directory.")
         return f"{Path(script).resolve()}:{name}", {}
     config = override(load(place), changes, f"jaxshard compare {place}", dotted_keys())
-    if config is None:
-        config = Config()
+    assert config is not None, "help is asked for among the other options"
     return f"{build.__name__}:{build.build.__name__}", {"config": asdict(config)}
 
 
