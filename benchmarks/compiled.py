@@ -110,7 +110,7 @@ def figures(*, name: str, blocks: Blocks, program: str, target: str, attention: 
         compiled = built(one, shape, scanned, mesh)
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     module = hlo.parse(compiled.as_text())
-    found, step = facts(compiled, mesh), timeline(module, axis_sizes(mesh), where)
+    found, step = facts(compiled, mesh, module), timeline(module, axis_sizes(mesh), where)
     expected = estimate.parse(scheduler.text, module)
     sent: Counter[str] = Counter()
     for message in found.collectives:

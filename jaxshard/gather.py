@@ -128,10 +128,11 @@ def _gather_and_apply(eqn: JaxprEqn, operands: list[Any], choices: Choices, plac
     """The rule that is always right: make whole, apply, and forget the whole leaf until the backward pass."""
 
     def apply(*operands):
-        operands = _tied(operands, closed_over(eqn)) if choices.tie else operands
+        activation = _activation(operands, closed_over(eqn)) if choices.tie else None
+        operands = operands if activation is None else _tied(operands, activation)
         orders = [product_order(eqn, i) if choices.product_order else None for i in range(len(operands))]
         arrays = [whole(x, order) for x, order in zip(operands, orders, strict=True)]
-        return evaluate(eqn, _gradients_tied(operands, arrays, closed_over(eqn)) if choices.tie else arrays)
+        return evaluate(eqn, arrays if activation is None else _gradients_tied(operands, arrays, activation))
 
     # In a scan, what is saved is stacked, so there even a leaf that was whole is taken from its stack again.
     forgets = choices.regather and any(isinstance(x, Held) and x.is_split for x in operands)
@@ -216,11 +217,13 @@ def _scan(eqn: JaxprEqn, operands: list[Any], varies: list[bool], choices: Choic
     return [*carry, *stacked]
 
 
-def _tied(operands: Sequence[Any], constants: int) -> list[Any]:
-    """The same operands, with each split leaf tied to the first activation among them, behind so many constants."""
-    activation = next((i for i, x in enumerate(operands) if i >= constants and _is_activation(x)), None)
-    if activation is None:
-        return list(operands)
+def _activation(operands: Sequence[Any], constants: int) -> int | None:
+    """Which operand is an activation: the first float array behind so many constants, if there is one."""
+    return next((i for i, x in enumerate(operands) if i >= constants and _is_activation(x)), None)
+
+
+def _tied(operands: Sequence[Any], activation: int) -> list[Any]:
+    """The same operands, with each split leaf tied to the activation among them."""
     operands = list(operands)
     for i, x in enumerate(operands):
         if isinstance(x, Held) and x.is_split:
@@ -230,14 +233,13 @@ def _tied(operands: Sequence[Any], constants: int) -> list[Any]:
     return operands
 
 
-def _gradients_tied(operands: Sequence[Any], arrays: list[Any], constants: int) -> list[Any]:
+def _gradients_tied(operands: Sequence[Any], arrays: list[Any], activation: int) -> list[Any]:
     """The arrays of the operands; the gradient of a leaf that was whole is computed before the activation's goes on.
 
     Otherwise a compiler may put off the sums that a norm's scale needs, and hold two activations for each.
     """
-    activation = next((i for i, x in enumerate(operands) if i >= constants and _is_activation(x)), None)
     leaf = next((i for i, x in enumerate(operands) if isinstance(x, Held) and x.slot is not None), None)
-    if activation is None or leaf is None or operands[leaf].is_split:
+    if leaf is None or operands[leaf].is_split:
         return arrays
     arrays = list(arrays)
     both: Any = tie_gradients(arrays[leaf], arrays[activation])

@@ -23,6 +23,7 @@ from jaxshard.compiled import hlo
 from jaxshard.mesh import axis_sizes
 from jaxshard.preflight import estimate, process, target
 from jaxshard.preflight.estimate import Estimate
+from jaxshard.preflight.records import from_json
 from jaxshard.preflight.timeline import Timeline, timeline
 
 PROGRAM = hlo.parse("""
@@ -166,7 +167,7 @@ def schedules() -> dict[str, Any]:
 @pytest.mark.skipif(not target.compiler_installed(), reason=f"needs the GPU compiler's wheels: {target.INSTALL}")
 def test_speed_hides_more_than_memory():
     found = process.run(schedules, environment=estimate.ENVIRONMENT)
-    speed, memory = (Timeline.from_json(found[prefer]["timeline"]) for prefer in ("speed", "memory"))
+    speed, memory = (from_json(Timeline, found[prefer]["timeline"]) for prefer in ("speed", "memory"))
     # Of each of three products one forward and two backward, and of two of them one more, recomputed.
     flops = (3 + 2 * 3 + 2) * LAYERS * 2 * TOKENS * WIDTH * 4 * WIDTH
     assert memory.matmul == pytest.approx(flops / 794e12, rel=0.01)

@@ -6,7 +6,6 @@ The device multiplies 4e6 FLOP/s, moves 1e6 bytes/s at the 85 % of its memory's 
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -21,6 +20,7 @@ from jaxshard.contract import Collective
 from jaxshard.preflight import messages, target
 from jaxshard.preflight.device import Device, Link
 from jaxshard.preflight.messages import Message
+from jaxshard.preflight.records import from_json, to_json
 from jaxshard.preflight.target import Target
 from jaxshard.preflight.timeline import Timeline, timeline
 
@@ -262,7 +262,7 @@ def test_what_holds_of_any_program(path, name):
             for before, after in itertools.pairwise(events):
                 assert before.start + before.seconds <= after.start * (1 + 1e-9)
             assert all(event.start + event.seconds <= one.seconds * (1 + 1e-9) for event in events)
-    assert Timeline.from_json(json.loads(json.dumps(dataclasses.asdict(found)))) == found
+    assert from_json(Timeline, json.loads(json.dumps(to_json(found)))) == found
 
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)

@@ -60,9 +60,12 @@ class Facts:
         return any("while" in one.loops for one in self.work)
 
 
-def facts(compiled: Any, mesh: Mesh) -> Facts:
-    """The facts of a `jax.stages.Compiled` for the devices of a mesh, in the mesh's order."""
-    module = hlo.parse(compiled.as_text())
+def facts(compiled: Any, mesh: Mesh, module: hlo.Module | None = None) -> Facts:
+    """The facts of a `jax.stages.Compiled` for the devices of a mesh, in the mesh's order.
+
+    module: its text, where that has been read before.
+    """
+    module = hlo.parse(compiled.as_text()) if module is None else module
     device, host = memory(compiled)
     return Facts(
         memory=device,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.stages import Lowered
 
 import jaxshard
 from jaxshard.compiler import options_for
@@ -26,13 +27,14 @@ from jaxshard.preflight.check import check
 from jaxshard.preflight.estimate import Estimate
 from jaxshard.preflight.examine import examined
 from jaxshard.preflight.ledger import books
+from jaxshard.preflight.plan import gathered_by_first
 from jaxshard.preflight.records import from_json, to_json
 from jaxshard.preflight.target import Target
 from jaxshard.preflight.timeline import Timeline, timeline
 from jaxshard.step import Training
 from jaxshard.strategy import Strategy, named
 
-_CHANGES = {one.name for one in fields(Strategy)} - {"params", "grads", "opt", "min_replicas"}
+CHANGES = {one.name for one in fields(Strategy)} - {"params", "grads", "opt", "min_replicas"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +53,8 @@ class Line:
 
     def resolve(self) -> tuple[Strategy, dict[str, Any]]:
         """(the strategy, what the building function is given). Raises ValueError for what is no strategy."""
-        changes = {name: value for name, value in self.options.items() if name in _CHANGES}
-        others = {name: value for name, value in self.options.items() if name not in _CHANGES}
+        changes = {name: value for name, value in self.options.items() if name in CHANGES}
+        others = {name: value for name, value in self.options.items() if name not in CHANGES}
         return replace(named(self.strategy), **changes), others
 
 
@@ -79,7 +81,7 @@ class Row:
     several programs, is shown from its plan. held: bytes by class at the worst moment, as in `ledger.Ledger`; they add
     up to the peak. contract, sent: messages as planned, and as compiled. broken: what is sent against the contract.
     whole: leaves that stay whole. timeline, estimate: of GPUs; unestimated: why XLA has no estimate. notes: what a
-    reader should know. seconds: of tracing and compiling.
+    reader should know. seconds: of compiling.
     """
 
     line: Line
@@ -103,9 +105,14 @@ class Row:
         return sum(self.held.values())
 
     @property
+    def messages(self) -> tuple[Collective, ...]:
+        """What a step sends: as compiled, else as planned."""
+        return self.sent if self.compiled else self.contract
+
+    @property
     def wire_bytes(self) -> int:
         """Bytes that one device sends in a step."""
-        return sum(one.wire_bytes for one in (self.sent if self.compiled else self.contract))
+        return sum(one.wire_bytes for one in self.messages)
 
 
 def start(
@@ -177,17 +184,18 @@ def examine(
         raise TypeError(
             f"the building function gave a {type(training).__name__}; it must return what parallelize gives."
         )
-    known = None if cache is None else cache / f"{_fingerprint(training, where)}.json"
+    lowered = training.lower()
+    known = None if cache is None else cache / f"{_fingerprint(training, lowered, where)}.json"
     if known is not None and known.exists():
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):  # a damaged one is made anew
             return replace(from_json(Row, json.loads(known.read_text())), line=line)
-    found = _compiled(training, line, where)
+    found = _compiled(training, lowered, line, where)
     return found if known is None else _kept(known, found)
 
 
-def _compiled(training: Training, line: Line, where: Target) -> Row:
+def _compiled(training: Training, lowered: Lowered, line: Line, where: Target) -> Row:
     with estimate.capture() as said:
-        found = examined(training)
+        found = examined(training, lowered)
     made = books(training, found)
     try:
         check(training, found.facts.collectives)
@@ -219,12 +227,11 @@ def _compiled(training: Training, line: Line, where: Target) -> Row:
 def _planned(training: DataParallel, line: Line) -> Row:
     explained = training.explain()
     held = {name: size for name, size in explained.bytes_per_device.items() if name != "grads"}
-    gathered = sum(one.bytes * one.count * (one.devices - 1) for one in explained.contract if one.kind == "gather")
     return Row(
         line=line,
         mesh=axis_sizes(training.mesh),
         compiled=False,
-        held=held | {"gradients": explained.bytes_per_device["grads"] + gathered},
+        held=held | {"gradients": explained.bytes_per_device["grads"] + gathered_by_first(explained.contract)},
         contract=explained.contract,
         notes=("from its plan, because it is several programs: the first device's, without activations",),
     )
@@ -244,12 +251,12 @@ def _whole(leaves: tuple[LeafRow, ...]) -> tuple[Whole, ...]:
     )
 
 
-def _fingerprint(training: Training, where: Target) -> str:
+def _fingerprint(training: Training, lowered: Lowered, where: Target) -> str:
     """What a row depends on: the program, the devices, the compiler, and the code that reads what it makes."""
     options = options_for(training.strategy, platform_of(training.mesh), training.setup.compiler_options)
     code = sorted(Path(inspect.getfile(jaxshard)).parent.rglob("*.py"))
     parts = [
-        training.lower().as_text(),
+        lowered.as_text(),
         repr((where, training.strategy, sorted(options.items()), jax.__version__, _compiler_version())),
         *(path.read_text() for path in code),
     ]

@@ -5,7 +5,7 @@ The figures are the library's own: the same layout, placements and contract that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -118,9 +118,14 @@ def _every_leaf_once(params: Any, batch: Any) -> jax.Array:
     return jnp.mean(batch) * sum(jnp.sum(jnp.real(jnp.square(x)).astype(jnp.float32)) for x in floats)
 
 
+def gathered_by_first(collectives: Iterable[Collective]) -> int:
+    """Bytes of the other devices' gradients, which under `dp` the first device holds all at once."""
+    return sum(one.bytes * one.count * (one.devices - 1) for one in collectives if one.kind == "gather")
+
+
 def _gathered(made: Setup, strategy: Strategy, collectives: tuple[Collective, ...]) -> int:
     if strategy.params.devices == "first":
-        return sum(one.bytes * (one.devices - 1) for one in collectives if one.kind == "gather")
+        return gathered_by_first(collectives)
     over = tuple(axis for axis in strategy.params.axes if made.program.sizes[axis] > 1)
     weights = [one for one in collectives if one.kind == "all_gather" and one.purpose == "gather" and one.axes == over]
     if strategy.gather == "step":

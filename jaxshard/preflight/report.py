@@ -19,11 +19,7 @@ from jaxshard.preflight.ledger import sent
 from jaxshard.preflight.line import Row
 from jaxshard.preflight.palette import CLASSES, KERNELS, KINDS
 from jaxshard.preflight.plots import Bar, Mark
-from jaxshard.preflight.show import GIB, by_kind, notes
-from jaxshard.preflight.show import gib as gib
-from jaxshard.preflight.show import memory_table as memory_table
-from jaxshard.preflight.show import ms as ms
-from jaxshard.preflight.show import step_table as step_table
+from jaxshard.preflight.show import GIB, by_kind, gib, memory_table, ms, notes, step_table
 from jaxshard.preflight.target import Target
 from jaxshard.preflight.timeline import Timeline
 

@@ -90,7 +90,7 @@ def _times(row: Row) -> tuple[str, str, str, str]:
 def by_kind(row: Row) -> dict[str, tuple[int, int]]:
     """(messages, bytes on the wire) of a step, by kind."""
     totals: dict[str, tuple[int, int]] = {}
-    for one in row.sent if row.compiled else row.contract:
+    for one in row.messages:
         count, bytes = totals.get(one.kind, (0, 0))
         totals[one.kind] = count + one.count, bytes + one.wire_bytes
     return totals

@@ -71,18 +71,6 @@ class Timeline:
         shares = {"compute": self.matmul, "memory": self.memory, "host": self.host, **self.exposures}
         return max(shares, key=shares.__getitem__)
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Timeline:
-        """From ``dataclasses.asdict``, as JSON gives it back."""
-        passes = (
-            Pass(**{**one, "loops": tuple(one["loops"]), "events": _events(one["events"])}) for one in data["passes"]
-        )
-        return cls(**{**data, "passes": tuple(passes), "slowest": _events(data["slowest"])})
-
-
-def _events(data: Iterable[Mapping[str, Any]]) -> tuple[Event, ...]:
-    return tuple(Event(**one) for one in data)
-
 
 def timeline(module: Module, mesh: Mapping[str, int], target: Target) -> Timeline:
     """The estimated step of a compiled program.
