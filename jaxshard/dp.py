@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
@@ -25,7 +26,7 @@ from jaxshard.explain import Explanation, explain
 from jaxshard.gradients import Gradients, item_share, local_sums
 from jaxshard.loss import Loss
 from jaxshard.mesh import settled, unplaced
-from jaxshard.nans import blamed_step
+from jaxshard.nans import blamed_step, finite_leaves, nonfinite_paths
 from jaxshard.setup import Setup
 from jaxshard.specs import Leaf
 from jaxshard.state import TrainState
@@ -50,24 +51,46 @@ class DataParallel:
     def strategy(self) -> Strategy:
         return self.setup.program.strategy
 
+    @property
+    def state_shapes(self) -> TrainState:
+        """The state as ShapeDtypeStructs that carry their shardings."""
+        return self.setup.state_shapes
+
     def init(self, init_fn: Any, key: jax.Array | None = None) -> TrainState:
         """The state at step 0, on the first device. See `Training.init`."""
         return self.setup.initial_state(init_fn, key)
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Which rows of a global batch lie on this process's devices: all. See `Training.rows`."""
+        return self.setup.rows
+
+    def global_batch(self, part: Any) -> Any:
+        """A global batch, for `step`, from what this process has read: all of it. See `Training.global_batch`."""
+        return self.setup.global_batch(part)
 
     @unplaced()
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step; the state is donated. See `Training.step`."""
         check_alive(state)
-        check_state(state, self.setup.where.shapes)
+        check_state(state, self.state_shapes)
         check_places(state, self.setup.where.shardings)
+        return self._update(state, *self._stacked(state, self.setup.place(batch)))
+
+    def _stacked(self, state: TrainState, batch: Any) -> Any:
+        """(gradients, one row per device; the sums of the loss; the new extra), on the first device."""
         scale = None if state.scale is None else state.scale.scale
         key = jax.random.fold_in(state.key, state.step)
         copies = self._broadcast((state.params, state.extra, key, scale))
-        batch = self.setup.place(batch)
         with blamed_step(self.setup, batch, lambda: copies):
-            stacked, sums, extra = settled(self.mesh, self._gradients(*copies, batch))
-        first = SingleDeviceSharding(self.mesh.devices.flat[0])
-        return self._update(state, *jax.device_put((stacked, sums, extra), first))
+            results = settled(self.mesh, self._gradients(*copies, batch))
+        return jax.device_put(results, SingleDeviceSharding(self.mesh.devices.flat[0]))
+
+    @unplaced()
+    def nonfinite(self, state: TrainState, batch: Any) -> tuple[str, ...]:
+        """The leaves of a state, and of its gradients, that are not finite. See `Training.nonfinite`."""
+        check_alive(state)
+        return nonfinite_paths(jax.jit(finite_leaves)(state, self._stacked(state, self.setup.place(batch))[0]))
 
     @unplaced()
     def evaluate(self, state: TrainState, batch: Any, fn: Callable[..., Any] | None = None) -> dict[str, jax.Array]:

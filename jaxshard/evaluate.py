@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -16,7 +17,7 @@ from jaxshard import collectives
 from jaxshard.checks import batch_size, check_alive, check_state, noted
 from jaxshard.gradients import device_index
 from jaxshard.loss import Loss, loss_function
-from jaxshard.mesh import settled
+from jaxshard.mesh import put, settled
 from jaxshard.nans import blamed
 from jaxshard.program import gathered_for_step, held_params
 from jaxshard.setup import Setup, shapes_of
@@ -42,7 +43,7 @@ class Evaluation:
         devices = self.setup.program.mesh.size
         split = size // devices * devices
         if 0 < split < size:  # to axes of our own mesh: an array over `Explicit` ones cannot be sliced freely
-            batch = jax.device_put(batch, NamedSharding(self.setup.program.mesh, P()))
+            batch = put(batch, NamedSharding(self.setup.program.mesh, P()))
         sums = []
         if split:
             sums.append(self._run(state, jax.tree.map(lambda x: x[:split], batch), fn, parts=devices))
@@ -69,7 +70,7 @@ class Evaluation:
             with noted(f"evaluate was running the function on {rest}."):
                 self._compiled[cached] = self._compile(shapes, fn, parts)
         spec = P(BATCH_AXES) if parts > 1 else P()
-        batch = jax.device_put(batch, NamedSharding(self.setup.program.mesh, spec))
+        batch = put(batch, NamedSharding(self.setup.program.mesh, spec))
         key = jax.random.fold_in(state.key, state.step)
         return self._compiled[cached](state.params, state.extra, batch, key)
 
@@ -100,10 +101,17 @@ class Evaluation:
 
 
 def whole(params: Any) -> Any:
-    """A tree of sharded arrays as numpy arrays, brought to the host leaf by leaf. PRNG keys stay JAX arrays."""
+    """A tree of sharded arrays as numpy arrays, brought to the host leaf by leaf. PRNG keys stay JAX arrays.
+
+    With several processes all of them call it, and every one gets the whole tree.
+    """
     check_alive(params)
 
     def fetch(x):
-        return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x)
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return x
+        if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+            return multihost_utils.process_allgather(x, tiled=True)
+        return np.asarray(x)
 
     return jax.tree.map(fetch, params)

@@ -10,7 +10,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, Sharding
 
 from jaxshard.strategy import BATCH_AXES, REPLICA, SHARD
 
@@ -94,6 +96,22 @@ def unplaced() -> Iterator[None]:
         yield
 
 
+def put(tree: Any, to: Sharding) -> Any:
+    """Arrays on the devices of a sharding. With several processes each fills its own devices, from its own memory."""
+    if to.is_fully_addressable:
+        return jax.device_put(tree, to)
+
+    def place(x: Any) -> jax.Array:
+        if isinstance(x, jax.Array) and (jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or not x.is_fully_addressable):
+            return jax.device_put(x, to)
+        # `device_put` would first compare the whole array with every other process's.
+        x = np.asarray(x)
+        x = x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False)
+        return jax.make_array_from_callback(x.shape, to, lambda index: x[index])
+
+    return jax.tree.map(place, tree)
+
+
 def settled(mesh: Mesh, result: Any) -> Any:
     """A result, waited for where devices are forced CPU ones.
 
@@ -104,7 +122,7 @@ def settled(mesh: Mesh, result: Any) -> Any:
 
 
 def force_cpu_devices(count: int) -> None:
-    """Makes this process see `count` CPU devices and nothing else: a mesh to test on.
+    """Makes this process see `count` CPU devices of its own and no others: a mesh to test on.
 
     Must run before JAX is first used. Raises RuntimeError when that is too late.
 
@@ -119,7 +137,7 @@ def force_cpu_devices(count: int) -> None:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:
         pass  # JAX has started; below we see whether it has what was asked for.
-    found = jax.devices()
+    found = jax.local_devices()
     if len(found) != count or found[0].platform != "cpu":
         raise RuntimeError(
             f"JAX has already started with {len(found)} {found[0].platform} device(s), so it cannot get {count} CPU "

@@ -18,8 +18,10 @@ from jax.extend.source_info_util import SourceInfo, new_name_stack, summarize
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxshard.checks import leaves_by_path
 from jaxshard.gradients import local_sums
 from jaxshard.setup import Setup
+from jaxshard.state import TrainState
 from jaxshard.strategy import BATCH_AXES
 
 LOSS = str(Path(__file__).parent / "loss.py")
@@ -54,6 +56,23 @@ def blamed_step(made: Setup, batch: Any, arguments: Callable[[], tuple[Any, Any,
         return lambda *args: local_sums(program, *args), in_specs, (params, extra, batch, key, scale)
 
     return blamed(made.program.mesh, again)
+
+
+def finite_leaves(state: TrainState, grads: Any) -> dict[str, Any]:
+    """Whether each leaf of the parameters, the optimizer's and the extra state, and gradients is finite; traceable."""
+
+    def finite(x):
+        return jnp.isfinite(x).all() if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.bool(True)
+
+    trees = {"params": state.params, "opt": state.opt, "extra": state.extra, "grads": grads}
+    return {name: jax.tree.map(finite, tree) for name, tree in trees.items()}
+
+
+def nonfinite_paths(finite: dict[str, Any]) -> tuple[str, ...]:
+    """The paths of the leaves that are not finite, of what `finite_leaves` found."""
+    return tuple(
+        f"{name}/{path}" for name, tree in finite.items() for path, good in leaves_by_path(tree).items() if not good
+    )
 
 
 def _first_nan(mesh: Mesh, device: Callable[..., Any], specs: Any, arguments: Any) -> str:

@@ -106,6 +106,7 @@ class Program:
     accumulate: int
     choices: Choices
     deferred: bool  # gradients are not reduced at their use
+    skips: bool  # a step that is not finite leaves the state as it was
 
     @property
     def sizes(self):

@@ -26,10 +26,10 @@ from jaxshard.checks import (
 )
 from jaxshard.gather import Choices, body_remat
 from jaxshard.loss import LossFunction, loss_function
-from jaxshard.mesh import axis_sizes, platform_of, settled, size_over
+from jaxshard.mesh import axis_sizes, platform_of, put, settled, size_over
 from jaxshard.precision import Precision, cast_floats
 from jaxshard.program import Program, TracedLoss, trace_loss
-from jaxshard.specs import layout, split_axes, warn_of_whole_leaves
+from jaxshard.specs import layout, shape_at, split_axes, warn_of_whole_leaves
 from jaxshard.state import StateLayout, TrainState, check_shapes, initialiser, placed, state_layout
 from jaxshard.strategy import BATCH_AXES, Strategy, name_of
 
@@ -55,6 +55,11 @@ class Setup:
         sizes = axis_sizes(self.program.mesh)
         return {axis: sizes[axis] for axis in BATCH_AXES} | {"accumulate": self.program.accumulate}
 
+    @property
+    def state_shapes(self) -> TrainState:
+        """The state as ShapeDtypeStructs that carry their shardings."""
+        return jax.tree.map(shape_at, self.where.shapes, self.where.shardings)
+
     def program_for(self, batch: Any) -> Program:
         """The program for a global batch: traced already for the example's shapes, anew for others."""
         check_batch(batch, self.parts)
@@ -76,10 +81,35 @@ class Setup:
     def place(self, batch: Any) -> Any:
         """A global batch, split over the batch axes. Raises TypeError or ValueError for what cannot be."""
         try:
-            return jax.device_put(batch, self.batch_sharding())
+            return put(batch, self.batch_sharding())
         except (TypeError, ValueError):
             check_batch(batch, self.parts)
             raise
+
+    @property
+    def rows(self) -> np.ndarray:
+        """See `Training.rows`."""
+        size = jax.tree.leaves(self.batch)[0].shape[0]
+        held = self.batch_sharding().addressable_devices_indices_map((size,)).values()
+        return np.unique(np.concatenate([np.arange(size)[index] for index in held]))
+
+    def global_batch(self, part: Any) -> Any:
+        """See `Training.global_batch`."""
+        check_batch(part, {})
+        sharding, rows, given = self.batch_sharding(), len(self.rows), shapes_of(part)
+        wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), self.batch)
+        if given != wanted:
+            raise ValueError(
+                f"global_batch: of this process's {rows} rows of a batch, {differences(given, wanted)}. Pass the rows "
+                "that training.rows lists, of the dtypes that parallelize was given."
+            )
+        return jax.tree.map(
+            lambda x, whole: jax.make_array_from_process_local_data(
+                sharding, np.asarray(x).astype(whole.dtype, copy=False), whole.shape
+            ),
+            part,
+            self.batch,
+        )
 
     def initial_state(self, init: Any, key: jax.Array | None) -> TrainState:
         """The state at step 0, from a function of a key or from existing arrays. See `Training.init`."""
@@ -132,6 +162,7 @@ def setup(
     strategy: Strategy,
     accumulate: int,
     clip: float | None,
+    skip_nonfinite: bool,
     precision: Precision,
     remat: Any,
     trainable: Any,
@@ -149,6 +180,8 @@ def setup(
     warn_whole = real_number("warn_whole", warn_whole, "a fraction of the parameters' bytes, 0 or more")
     if not isinstance(precision, Precision):
         raise TypeError(f"precision={precision!r}: pass jaxshard.Precision(compute='bfloat16'), or the like.")
+    if not isinstance(skip_nonfinite, bool):
+        raise TypeError(f"skip_nonfinite={skip_nonfinite!r} is {kind_of(skip_nonfinite)}: pass True or False.")
     if axis_name is not None and (not isinstance(axis_name, str) or axis_name in mesh.axis_names):
         raise ValueError(
             f"axis_name={axis_name!r}: one more name, for all batch axes together; the mesh's own axes "
@@ -180,6 +213,7 @@ def setup(
             product_order=isinstance(mesh, Mesh) and platform_of(mesh) == "cpu",  # a plan's mesh has no devices
         ),
         deferred=strategy.defers(accumulate),
+        skips=skip_nonfinite or precision.scaled,
     )
     check_optimizer(optimizer, program.learning(stored))
     if program.pieces > 1:

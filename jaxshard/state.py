@@ -12,7 +12,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.checks import whole_number
-from jaxshard.mesh import unplaced
+from jaxshard.mesh import put, unplaced
 from jaxshard.precision import LossScale, cast_floats, initial_loss_scale
 from jaxshard.program import Program
 from jaxshard.specs import optimizer_layout, path_of, sharding, shardings
@@ -118,7 +118,7 @@ def placed(
 
     def place(sharding, x):
         # A copy: the state is donated, and the caller's array must outlive it.
-        return jnp.copy(jax.device_put(x, sharding))
+        return jnp.copy(put(x, sharding))
 
     params = jax.tree.map(place, where.shardings.params, params)
     extra = jax.tree.map(place, where.shardings.extra, extra)

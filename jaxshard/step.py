@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -22,7 +23,7 @@ from jaxshard.evaluate import Evaluation, whole
 from jaxshard.explain import Explanation, explain
 from jaxshard.gradients import Gradients, device_gradients
 from jaxshard.mesh import automatic, make_mesh, platform_of, settled, unplaced
-from jaxshard.nans import blamed_step, debugs_nans
+from jaxshard.nans import blamed_step, debugs_nans, finite_leaves, nonfinite_paths
 from jaxshard.precision import Precision
 from jaxshard.program import Program
 from jaxshard.setup import Setup, setup, shapes_of
@@ -42,6 +43,7 @@ def parallelize(
     strategy: str | Strategy = "zero3",
     accumulate: int = 1,
     clip: float | None = None,
+    skip_nonfinite: bool = False,
     precision: Precision | None = None,
     remat: str | Callable[..., Any] = "none",
     trainable: Any = None,
@@ -61,6 +63,8 @@ def parallelize(
     batch: the shapes of a global batch: arrays or ShapeDtypeStructs whose first dim is the batch.
     mesh: of `make_mesh`; by default all devices along `shard` (and 2 replicas for a strategy that needs them).
     accumulate: microbatches per step. clip: the global norm that gradients are clipped to.
+    skip_nonfinite: whether a step with a loss or a gradient norm that is not finite leaves params, opt, extra and step
+        as they were (with float16 it always does); the metrics show it.
     remat: for the bodies of scans over layers: ``"none"``, ``"full"``, ``"dots"`` or one of `jax.checkpoint_policies`.
     trainable: a predicate on the path (``blocks/mlp/kernel``), or a mask tree; by default every float and complex leaf.
     whole_budget: the smallest leaves stay whole while they cost less than this fraction of a device's share.
@@ -81,6 +85,7 @@ def parallelize(
         strategy=strategy,
         accumulate=accumulate,
         clip=clip,
+        skip_nonfinite=skip_nonfinite,
         precision=Precision() if precision is None else precision,
         remat=remat,
         trainable=trainable,
@@ -112,8 +117,7 @@ class Training:
     @property
     def state_shapes(self) -> TrainState:
         """The state as ShapeDtypeStructs that carry their shardings."""
-        where = self.setup.where
-        return jax.tree.map(shape_at, where.shapes, where.shardings)
+        return self.setup.state_shapes
 
     def init(self, init_fn: Any, key: jax.Array | None = None) -> TrainState:
         """The state at step 0, born sharded: no leaf is ever whole on a device unless its spec says so.
@@ -127,6 +131,18 @@ class Training:
         """
         return self.setup.initial_state(init_fn, key)
 
+    @property
+    def rows(self) -> np.ndarray:
+        """Which rows of a global batch lie on this process's devices, ascending: all, where it is the only one."""
+        return self.setup.rows
+
+    def global_batch(self, part: Any) -> Any:
+        """A global batch, for `step`, from its `rows` alone, as numpy arrays.
+
+        Raises ValueError for another number of rows or another dtype: the batch is the one `parallelize` was told of.
+        """
+        return self.setup.global_batch(part)
+
     @unplaced()
     def step_fn(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step, pure and unjitted, for your own `jit`: ``(state, batch) -> (state, metrics)``."""
@@ -138,7 +154,8 @@ class Training:
 
     @unplaced()
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One step. state is donated: use the one returned. batch: a global batch of numpy or JAX arrays.
+        """One step. state is donated: use the one returned. batch: a global batch of numpy or JAX arrays. With several
+        processes each places its own devices' rows of it; one that has read no others makes it by `global_batch`.
 
         Returns the new state and metrics, device scalars: ``loss`` and the `Loss.metrics` as means over items,
         ``grad_norm`` before clipping; with float16 ``loss_scale`` and ``skipped`` (steps, so far). A NaN is not an
@@ -169,6 +186,21 @@ class Training:
         whole on every device; results are weighted by items, those of a plain scalar by examples.
         """
         return self._evaluation(state, batch, fn)
+
+    @unplaced()
+    def nonfinite(self, state: TrainState, batch: Any) -> tuple[str, ...]:
+        """The leaves of a state, and of the gradients it gives on a batch, with a value that is not finite.
+
+        By their paths: ``("params/w", "grads/w", "grads/b")``. The state stays as it is.
+        """
+        check_alive(state)
+
+        def found(state, batch):
+            params, extra, key, scale = _arguments(state)
+            result = _global_gradients(self.setup.program_for(batch), params, extra, batch, key, scale)
+            return finite_leaves(state, result.grads)
+
+        return nonfinite_paths(jax.jit(found)(state, self.setup.place(batch)))
 
     def whole(self, state: TrainState) -> Any:
         """The parameters as numpy arrays, brought to the host leaf by leaf."""

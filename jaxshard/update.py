@@ -35,17 +35,18 @@ def updated(
     result: Gradients,
     clip: float | None,
 ) -> TrainState:
-    """The state after one step; after one whose gradients overflowed, the same state with a smaller loss scale."""
+    """The state after one step. Where the program skips what is not finite, such a step leaves the state as it was, but
+    for a smaller loss scale."""
     slices = program.learning(shardings(program.layout, program.strategy.opt, program.mesh))
     old = with_sharding_constraint(program.learning(state.params), slices)
     params, opt = apply_optimizer(optimizer, old, state.opt, result, clip)
     step, scale = state.step + 1, state.scale
-    if scale is not None:
-        finite = jnp.isfinite(result.norm)
+    if program.skips:
+        finite = jnp.isfinite(result.norm) & jnp.isfinite(result.loss)
         params, opt, step = jax.tree.map(
             lambda new, kept: jnp.where(finite, new, kept), (params, opt, step), (old, state.opt, state.step)
         )
-        scale = next_loss_scale(program.precision, scale, finite)
+        scale = None if scale is None else next_loss_scale(program.precision, scale, finite)
         extra = jax.tree.map(lambda new, kept: jnp.where(finite, new, kept), result.extra, state.extra)
         result = replace(result, extra=extra)
     # Without these constraints the compiler may choose whole arrays for the update, and gather twice.

@@ -34,7 +34,7 @@ def update_collectives(made: Setup) -> tuple[Collective, ...]:
     program, where = made.program, made.where
     if program.pieces == 1 or not program.strategy.opt.axes:
         return ()
-    state = jax.tree.map(shape_at, where.shapes, where.shardings)
+    state = made.state_shapes
     whole = sharding(P(), program.strategy.params, program.mesh)
     scalar: Any = jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)
     result = Gradients(
