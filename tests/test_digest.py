@@ -52,14 +52,11 @@ def by_hand(words: np.ndarray, dtype: str, shape: tuple[int, ...]) -> str:
 
 def some(shape: tuple[int, ...], dtype: str = "float32") -> np.ndarray:
     """Every bit pattern of a small dtype may come, NaNs included."""
-    dtype = jnp.dtype(dtype)
-    if dtype == bool:
-        return np.random.default_rng(0).integers(0, 2, shape).astype(bool)
-    if module._bits(dtype) < 8:
-        return np.random.default_rng(0).integers(0, 2, shape).astype(dtype)
-    return np.frombuffer(np.random.default_rng(0).bytes(np.prod(shape, dtype=int) * dtype.itemsize), dtype).reshape(
-        shape
-    )
+    kind = jnp.dtype(dtype)
+    random = np.random.default_rng(0)
+    if dtype == "bool" or module._bits(kind) < 8:
+        return random.integers(0, 2, shape).astype(kind)
+    return np.frombuffer(random.bytes(np.prod(shape, dtype=int) * kind.itemsize), kind).reshape(shape)
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 2), (0, 3), (1, 1)], ids=str)
