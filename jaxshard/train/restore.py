@@ -41,14 +41,8 @@ def restore(folder: str | Path, training: Any, step: int | None = None, *, cast:
     """
     description = describe(folder, step)
     shapes = getattr(training, "state_shapes", training)
-    named, structure = jax.tree_util.tree_flatten_with_path(shapes)
-    wanted = {path_of(path): shape for path, shape in named}
-    unplaced = [path for path, shape in wanted.items() if getattr(shape, "sharding", None) is None]
-    if unplaced:
-        raise TypeError(
-            f"restore: {unplaced[0]} has no sharding; pass a training, or ShapeDtypeStructs with shardings."
-        )
-    casts = _check_fit(description, wanted, (cast,) if isinstance(cast, str) else tuple(cast))
+    wanted, structure = placed_shapes(shapes)
+    casts = to_cast(f"checkpoint {description.folder}", description.leaves, wanted, cast, _SAME)
     arrays = {path: _read(description, path, shape) for path, shape in wanted.items()}
     _check_bits(description, arrays)
     for path in casts:
@@ -57,34 +51,48 @@ def restore(folder: str | Path, training: Any, step: int | None = None, *, cast:
     return Restored(step=description.step, state=state, notes=description.notes, cast=casts)
 
 
-def _check_fit(description: Description, wanted: Mapping[str, Any], patterns: Sequence[str]) -> tuple[str, ...]:
-    """The paths to be cast. Raises CheckpointError unless the leaves of a checkpoint are the training's."""
-    stored = description.leaves
+def placed_shapes(shapes: Any) -> tuple[dict[str, Any], Any]:
+    """ShapeDtypeStructs that carry their shardings, by path, and their tree. Raises TypeError for one that does not."""
+    named, structure = jax.tree_util.tree_flatten_with_path(shapes)
+    wanted = {path_of(path): shape for path, shape in named}
+    unplaced = [path for path, shape in wanted.items() if getattr(shape, "sharding", None) is None]
+    if unplaced:
+        raise TypeError(f"{unplaced[0]} has no sharding; pass a training, or ShapeDtypeStructs with shardings.")
+    return wanted, structure
+
+
+def to_cast(
+    what: str, stored: Mapping[str, StoredLeaf], wanted: Mapping[str, Any], cast: Sequence[str], otherwise: str
+) -> tuple[str, ...]:
+    """The paths of leaves that must be cast.
+
+    what: names what is read. cast: patterns of paths. otherwise: what to do about leaves that differ in more than a
+    dtype. Raises CheckpointError unless the leaves that are stored are the wanted ones, but for dtypes that may differ.
+    """
+    patterns = (cast,) if isinstance(cast, str) else tuple(cast)
     useless = [pattern for pattern in patterns if not any(fnmatchcase(path, pattern) for path in wanted)]
     if useless:
         raise CheckpointError(f"cast {useless[0]!r} matches no leaf; their paths are like {some(list(wanted)[:3])}.")
-    differ, advice, casts = [], set(), []
+    differ, advice, casts = [], [], []
     for path, shape in wanted.items():
-        here = _said(shape)
+        here = f"{shape.dtype}[{','.join(map(str, shape.shape))}]"
         if path not in stored:
             differ.append(f"{path} ({here}) is not in it")
-            advice.add(_SCALE if path.startswith("scale/") else _SAME)
+            advice.append(_SCALE if path.startswith("scale/") else otherwise)
         elif str(stored[path]) != here:
-            if _castable(stored[path], shape) and any(fnmatchcase(path, pattern) for pattern in patterns):
+            floats = _castable(stored[path], shape)
+            if floats and any(fnmatchcase(path, pattern) for pattern in patterns):
                 casts.append(path)
                 continue
             differ.append(f"{path} is {stored[path]} in it and {here} here")
-            advice.add(_CAST if _castable(stored[path], shape) else _KEYS if _both_keys(stored[path], shape) else _SAME)
+            advice.append(_CAST if floats else _KEYS if _both_keys(stored[path], shape) else otherwise)
     for path in stored:
         if path not in wanted:
             differ.append(f"{path} ({stored[path]}) is in it and not here")
-            advice.add(_SCALE if path.startswith("scale/") else _SAME)
+            advice.append(_SCALE if path.startswith("scale/") else otherwise)
     if differ:
         many = f"{len(differ)} leaves differ" if len(differ) > 1 else "a leaf differs"
-        raise CheckpointError(
-            f"checkpoint {description.folder} is of another training: {many}: {some(differ)}. "
-            + " ".join(sorted(advice))
-        )
+        raise CheckpointError(f"{what} does not fit: {many}: {some(differ)}. {' '.join(dict.fromkeys(advice))}")
     return tuple(casts)
 
 
@@ -92,10 +100,6 @@ _SAME = "Restore it with the model and the optimizer that it was saved with (its
 _SCALE = "A loss scale is there with compute='float16' alone: use the precision that it was saved with."
 _CAST = "Where only the dtype differs, cast=['PATH'] (--cast PATH) casts, with patterns such as 'params/*'."
 _KEYS = "Keys of another kind: set jax_default_prng_impl as it was."
-
-
-def _said(shape: Any) -> str:
-    return f"{shape.dtype}[{','.join(map(str, shape.shape))}]"
 
 
 def _castable(stored: StoredLeaf, shape: Any) -> bool:

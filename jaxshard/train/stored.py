@@ -5,7 +5,7 @@ Orbax writes them (each a zarr array in one OCDBT database); tensorstore, which 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import tensorstore as ts
-from jax.sharding import Sharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxshard.train.description import STATE, CheckpointError, Description, StoredLeaf, describe
 from jaxshard.train.digest import host_digest, host_key_digest
@@ -55,20 +55,39 @@ def read_whole(description: Description, path: str) -> np.ndarray:
 def read_to(description: Description, path: str, sharding: Sharding) -> jax.Array:
     """One leaf (of PRNG keys: their data), each device's part of it read straight to that device. Raises Unreadable."""
     store = open_leaf(description, path)
-    places = sharding.addressable_devices_indices_map(tuple(store.shape))
-    indices = {_key(index): index for index in places.values()}
-    reads = {key: store[index].read() if index else store.read() for key, index in indices.items()}
-    parts = []
-    for device, index in places.items():
-        part = _result(description, path, reads[_key(index)])
-        at = jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
-        # A copy: devices that hold the same part must not share the host's memory, since a step writes in place.
-        parts.append(jax.device_put(part, at, may_alias=False))
-    return jax.make_array_from_single_device_arrays(tuple(store.shape), sharding, parts, dtype=store.dtype.numpy_dtype)
+
+    def begin(index: tuple[slice, ...]) -> Callable[[], np.ndarray]:
+        read = store[index].read() if index else store.read()
+        return lambda: _result(description, path, read)
+
+    return assembled(tuple(store.shape), store.dtype.numpy_dtype, sharding, begin)
 
 
-def _key(index: Any) -> tuple[Any, ...]:
-    return tuple((part.start, part.stop) for part in index or ())
+def assembled(
+    shape: tuple[int, ...],
+    dtype: Any,
+    sharding: Sharding,
+    begin: Callable[[tuple[slice, ...]], Callable[[], np.ndarray]],
+) -> jax.Array:
+    """An array of which each device of this process gets its own part.
+
+    begin: begins to read the part at an index, and returns a function that waits for it.
+    """
+    places = {d: tuple(index or ()) for d, index in sharding.addressable_devices_indices_map(shape).items()}
+    reads = {_key(index): begin(index) for index in {_key(index): index for index in places.values()}.values()}
+    results = {key: read() for key, read in reads.items()}
+    # Copies: devices that hold the same part must not share the host's memory, because a step writes in place.
+    parts = [
+        jax.device_put(
+            results[_key(index)], SingleDeviceSharding(device, memory_kind=sharding.memory_kind), may_alias=False
+        )
+        for device, index in places.items()
+    ]
+    return jax.make_array_from_single_device_arrays(shape, sharding, parts, dtype=dtype)
+
+
+def _key(index: tuple[slice, ...]) -> tuple[Any, ...]:
+    return tuple((part.start, part.stop) for part in index)
 
 
 def _result(description: Description, path: str, read: Any) -> np.ndarray:
