@@ -61,7 +61,9 @@ def initialize(*, heartbeat_seconds: int = 8, start_seconds: int = 300) -> None:
         job = cluster.found()
         if job is None:
             return
-        waiting = threading.Timer(10, _say, [f"waits for all processes of the job to start ({job.name})"])
+        # It takes SIGTERM and tells nobody but who asks it, so that a process that starts could not be stopped.
+        jax.config.update("jax_enable_preemption_service", False)
+        waiting = threading.Timer(10, say, [f"waits for all processes of the job to start ({job.name})"])
         waiting.daemon = True
         waiting.start()
         try:
@@ -243,7 +245,7 @@ def _watch_the_others() -> None:
             message = _another_failed()
             if message:
                 if not _leaving.wait(GRACE):
-                    _say(message)
+                    say(message)
                     _end()
                 return
 
@@ -272,10 +274,10 @@ def _end() -> NoReturn:
         deadline = time.monotonic() + GOODBYE
         while index() == 0 and len(published(GONE)) < count() and time.monotonic() < deadline:
             time.sleep(0.02)
-    _leave(_code or 1)
+    leave(_code or 1)
 
 
-def _leave(code: int) -> NoReturn:
+def leave(code: int) -> NoReturn:
     """Ends the process at once: there is no other way while a thread waits in a collective."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
@@ -292,14 +294,15 @@ def _end_with_the_launcher() -> None:
 
     def watch(pipe: int) -> None:
         os.read(pipe, 1)
-        _say("ends because its launcher did")
-        _leave(1)
+        say("ends because its launcher did")
+        leave(1)
 
     os.set_inheritable(int(pipe), False)
     threading.Thread(target=watch, args=[int(pipe)], name="jaxshard: launcher", daemon=True).start()
 
 
-def _say(message: str) -> None:
+def say(message: str) -> None:
+    """Prints a line about this process to stderr, if there still is one."""
     with suppress(OSError, ValueError):
         print(f"jaxshard: {message}", file=sys.stderr, flush=True)
 
