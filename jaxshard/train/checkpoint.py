@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import operator
 import os
 import shutil
 import threading
@@ -37,7 +38,7 @@ from jaxshard.train.description import (
 )
 from jaxshard.train.digest import digests
 from jaxshard.train.restore import Restored, restore
-from jaxshard.train.stored import Verified, verify
+from jaxshard.train.stored import Verified, system_error, verify
 
 __all__ = ["CheckpointError", "Checkpoints", "Description", "Restored", "Verified", "describe", "restore", "verify"]
 
@@ -79,6 +80,9 @@ class Checkpoints:
         JSON. Earlier checkpoints are as they were.
         """
         self.wait()
+        step = operator.index(step)
+        if step < 0:
+            raise ValueError(f"save(step={step}): the number of steps made, 0 or more.")
         later = [there for there in self.steps() if there >= step]
         if later:
             raise CheckpointError(
@@ -168,11 +172,9 @@ def _saver() -> ocp.AsyncCheckpointer:
 
 
 def _why(error: BaseException) -> str:
-    """The system's own words where there are some, otherwise the first line of the message, cut."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror + (f" ({error.filename})" if error.filename else "")
-    text = " ".join(str(error).split("[tensorstore_spec")[0].split()) or type(error).__name__
-    return text[:300].rstrip(" .")
+    """The system's own words where there are some, and otherwise the beginning of the message."""
+    text = system_error(error) or " ".join(str(error).split()) or type(error).__name__
+    return text[:200].rstrip(" .")
 
 
 class _OrbaxQuiet(logging.Filter):

@@ -5,6 +5,8 @@ Orbax writes them (each a zarr array in one OCDBT database); tensorstore, which 
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,13 +78,12 @@ def assembled(
     places = {d: tuple(index or ()) for d, index in sharding.addressable_devices_indices_map(shape).items()}
     reads = {_key(index): begin(index) for index in {_key(index): index for index in places.values()}.values()}
     results = {key: read() for key, read in reads.items()}
-    # Copies: devices that hold the same part must not share the host's memory, because a step writes in place.
-    parts = [
-        jax.device_put(
-            results[_key(index)], SingleDeviceSharding(device, memory_kind=sharding.memory_kind), may_alias=False
-        )
-        for device, index in places.items()
-    ]
+    parts = []
+    for device, index in places.items():
+        # CPU devices take the host's memory as it is: those that hold the same part get memory of their own each,
+        # because a step writes in place.
+        part = results[_key(index)].copy() if device.platform == "cpu" else results[_key(index)]
+        parts.append(jax.device_put(part, SingleDeviceSharding(device, memory_kind=sharding.memory_kind)))
     return jax.make_array_from_single_device_arrays(shape, sharding, parts, dtype=dtype)
 
 
@@ -98,14 +99,19 @@ def _result(description: Description, path: str, read: Any) -> np.ndarray:
 
 
 def _reason(error: Exception) -> str:
-    """Of tensorstore's message, which is long and holds its whole specification, what kind of failure it is."""
-    kind = str(error).partition(":")[0]
-    reasons = {
-        "NOT_FOUND": "is missing, wholly or in part",
-        "PERMISSION_DENIED": "cannot be read for want of permission",
-        "OUT_OF_RANGE": "is cut short",
-    }
-    return reasons.get(kind, "cannot be decoded")
+    """What kind of failure it is, because tensorstore's message holds its whole specification."""
+    if str(error).startswith("NOT_FOUND"):
+        return "is missing, wholly or in part"
+    said = system_error(error)
+    return f"cannot be read ({said})" if said else "cannot be decoded"
+
+
+def system_error(error: BaseException) -> str:
+    """What the operating system said, if it is behind this error of Python or of tensorstore; otherwise nothing."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    code = re.search(r"os_error_code='(\d+)'", str(error))
+    return os.strerror(int(code[1])) if code else ""
 
 
 @dataclass(frozen=True, kw_only=True)
