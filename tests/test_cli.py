@@ -63,7 +63,7 @@ def test_small_configs_train_alike(path, tmp_path, expected, capsys):
     device = "the first device" if path.stem == "dp" else "each device"
     assert f"held by {device}" in out
     assert f"by {device} in a step" in out
-    assert {file.name for file in (tmp_path / "run").iterdir()} == {"config.json", "metrics.jsonl"}
+    assert {file.name for file in (tmp_path / "run").iterdir()} == {"config.json", "metrics.jsonl", "checkpoints"}
 
 
 def test_the_strategy_changes_with_one_word(tmp_path, capsys):
@@ -74,7 +74,7 @@ def test_the_strategy_changes_with_one_word(tmp_path, capsys):
 
 def test_an_earlier_run_is_kept(tmp_path):
     first = train(CONFIGS / "ddp.toml", tmp_path)
-    train(CONFIGS / "ddp.toml", tmp_path, "--run.seed", "1")
+    train(CONFIGS / "ddp.toml", tmp_path, "--run.seed", "1", "--fresh")
     assert records(tmp_path) != first
     kept = (tmp_path / "metrics.1.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in kept] == first

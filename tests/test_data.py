@@ -1,5 +1,6 @@
-"""The batch of a step is a function of its number, and covers the corpus once in each pass."""
+"""A sequence is a function of its number, and each pass covers the corpus once."""
 
+import gzip
 import hashlib
 from dataclasses import replace
 
@@ -20,6 +21,12 @@ def counted(tmp_path):
     return DataConfig(files=(str(path),), format="uint16", batch=4, held_out=0.2)
 
 
+def train_batches(corpus, config, **shape):
+    """The batches of a run by their step, from 0."""
+    sequences = data.train_sequences(corpus, config, **shape)
+    return lambda step: sequences(step * config.batch + np.arange(config.batch))
+
+
 def test_the_embedded_corpus_is_text_and_always_the_same():
     text = data.python_documentation()
     assert len(text) > 300_000
@@ -29,7 +36,7 @@ def test_the_embedded_corpus_is_text_and_always_the_same():
 
 
 def test_a_pass_covers_every_window_once(counted):
-    batches = data.train_batches(data.read(counted), counted, context=16, vocab=1000)
+    batches = train_batches(data.read(counted), counted, context=16, vocab=1000)
     windows = (800 - 1) // 16
     assert windows % counted.batch == 1, "else the end of a pass falls between two batches"
     rows = np.concatenate([batches(step)["inputs"] for step in range(2 * windows // counted.batch + 1)])
@@ -40,7 +47,7 @@ def test_a_pass_covers_every_window_once(counted):
 
 
 def test_targets_are_the_next_tokens(counted):
-    batch = data.train_batches(data.read(counted), counted, context=16, vocab=1000)(3)
+    batch = train_batches(data.read(counted), counted, context=16, vocab=1000)(3)
     np.testing.assert_array_equal(batch["targets"], batch["inputs"] + 1)
     assert {name: (leaf.shape, str(leaf.dtype)) for name, leaf in batch.items()} == {
         "inputs": ((4, 16), "int32"),
@@ -51,12 +58,12 @@ def test_targets_are_the_next_tokens(counted):
 
 def test_a_step_has_one_batch_whenever_it_is_asked_for(counted):
     corpus = data.read(counted)
-    one = data.train_batches(corpus, counted, context=16, vocab=1000)
-    other = data.train_batches(corpus, counted, context=16, vocab=1000)
+    one = train_batches(corpus, counted, context=16, vocab=1000)
+    other = train_batches(corpus, counted, context=16, vocab=1000)
     expected = [one(step)["inputs"] for step in range(30)]
     for step in (29, 0, 17, 17):
         np.testing.assert_array_equal(other(step)["inputs"], expected[step])
-    reseeded = data.train_batches(corpus, replace(counted, seed=1), context=16, vocab=1000)
+    reseeded = train_batches(corpus, replace(counted, seed=1), context=16, vocab=1000)
     assert not np.array_equal(reseeded(0)["inputs"], expected[0])
 
 
@@ -76,7 +83,7 @@ def test_windows_do_not_cross_files(tmp_path):
     for name, byte in (("a", b"a"), ("b", b"b")):
         (tmp_path / name).write_bytes(byte * 100)
     config = DataConfig(files=(str(tmp_path / "a"), str(tmp_path / "b")), batch=10, held_out=0.2)
-    batch = data.train_batches(data.read(config), config, context=16, vocab=256)(0)
+    batch = train_batches(data.read(config), config, context=16, vocab=256)(0)
     joined = np.concatenate([batch["inputs"], batch["targets"]], axis=1)
     assert set(joined[:, 0]) == {ord("a"), ord("b")}
     assert np.all(joined == joined[:, :1])
@@ -93,8 +100,17 @@ def test_token_files_are_read_as_numbers(tmp_path, format, top):
 
 
 def test_a_token_beyond_the_vocabulary_is_refused(counted):
-    batches = data.train_batches(data.read(counted), counted, context=16, vocab=500)
-    with pytest.raises(ValueError, match=r"token \d+, and model.vocab = 500"):
+    with pytest.raises(ConfigError, match="a token 799, and model.vocab = 500"):
+        train_batches(data.read(counted), counted, context=16, vocab=500)
+
+
+def test_a_token_in_the_middle_of_a_large_file_is_refused_when_it_is_read(counted, monkeypatch):
+    monkeypatch.setattr(data, "READ", 10)
+    tokens = np.zeros(1000, "<u2")
+    tokens[400] = 500
+    tokens.tofile(counted.files[0])
+    batches = train_batches(data.read(counted), counted, context=16, vocab=500)
+    with pytest.raises(ConfigError, match=r"a token 500, and model.vocab = 500"):
         [batches(step) for step in range(20)]
 
 
@@ -105,12 +121,19 @@ def test_a_token_beyond_the_vocabulary_is_refused(counted):
         ({"files": (), "format": "uint16"}, "the default corpus is text"),
         ({"format": "uint32", "files": ("odd",)}, "odd has 5 bytes, which is no number of uint32 tokens"),
         ({"format": "text", "files": ("empty",)}, "empty has 0 bytes"),
+        ({"format": "text", "files": ("zeros",)}, "zeros has zero bytes, so it is no text"),
+        ({"format": "uint16", "files": ("array.npy",)}, "array.npy of data.files is a .npy file"),
+        ({"format": "text", "files": ("text.gz",)}, "text.gz of data.files is compressed by gzip"),
+        ({"format": "text", "files": (".",)}, "cannot read . of data.files"),
     ],
 )
 def test_files_that_cannot_be_read(tmp_path, monkeypatch, change, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "odd").write_bytes(b"12345")
     (tmp_path / "empty").touch()
+    (tmp_path / "zeros").write_bytes(b"a\0b\0")
+    np.save(tmp_path / "array.npy", np.arange(100, dtype="<u2"))
+    (tmp_path / "text.gz").write_bytes(gzip.compress(b"text" * 100))
     with pytest.raises(ConfigError, match=message):
         data.read(DataConfig(**change))
 
@@ -121,6 +144,20 @@ def test_a_text_too_short_for_one_window(tmp_path):
     config = DataConfig(files=(str(path),), held_out=0.1)
     corpus = data.read(config)
     with pytest.raises(ConfigError, match="there are 90 tokens to train on, and no 129 together in one file"):
-        data.train_batches(corpus, config, context=128, vocab=256)
+        train_batches(corpus, config, context=128, vocab=256)
     with pytest.raises(ConfigError, match="there are 10 tokens to hold out"):
         data.held_out_batches(corpus, config, context=16, vocab=256, batches=1)
+
+
+def test_a_corpus_is_known_again(tmp_path):
+    """By the sizes of its files, where they are cut, and what they hold at both ends."""
+    path = tmp_path / "text"
+
+    def digests(text: bytes, held_out: float = 0.1):
+        path.write_bytes(text)
+        return data.read(DataConfig(files=(str(path),), held_out=held_out)).digests
+
+    text = b"x" * 500
+    assert digests(text) == digests(text)
+    others = [digests(text, 0.2), digests(text + b"x"), digests(b"y" + text[1:]), digests(text[1:] + b"y")]
+    assert len({digests(text), *others}) == 5

@@ -166,6 +166,7 @@ def test_born_sharded_with_the_same_values():
         ({"kv_heads": 3}, "heads = 4 does not divide into model.kv_heads = 3"),
         ({"heads": 32}, "a head has 1"),
         ({"layers": 0}, "model.layers is 0"),
+        ({"dropout": 1.0}, "model.dropout is 1.0"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(change, message):
@@ -177,3 +178,31 @@ def test_a_sequence_beyond_the_context_is_refused():
     params = gpt.init(TINY, jax.random.key(0))
     with pytest.raises(ValueError, match="17 tokens is longer than the context of 16"):
         gpt.logits(TINY, params, np.zeros((1, 17), np.int32))
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_dropout_draws_from_its_key(remat):
+    """Scanned or not, one key leaves out the same; each layer and each key another part; without a key none."""
+    config = replace(TINY, dropout=0.5, remat=remat)
+    params, batch = gpt.init(config, jax.random.key(0)), batch_of(config)
+
+    @partial(jax.jit, static_argnums=0)
+    def grads(config, params, key):
+        return jax.value_and_grad(lambda params: gpt.loss(config, params, batch, key)[0])(params)
+
+    keys = jax.random.split(jax.random.key(1))
+    first = grads(config, params, keys[0])
+    listed = grads(replace(config, scan=False), unstack(params, config.layers), keys[0])
+    assert_close((listed[0], stack(listed[1])), first)
+    assert abs(float(first[0]) - float(grads(config, params, keys[1])[0])) > 1e-2
+    assert_close(grads(config, params, None), grads(replace(config, dropout=0.0), params, keys[0]))
+    assert abs(float(first[0]) - float(grads(config, params, None)[0])) > 1e-2
+    assert_close(first, grads(replace(config, remat="none"), params, keys[0]))
+
+
+def test_dropout_keeps_the_mean():
+    """Oracle: of ones, each element is 0 or 1 / (1 - rate), and the share of zeros is the rate."""
+    kept = np.asarray(gpt._dropped(jnp.ones((200, 200), jnp.bfloat16), 0.25, jax.random.key(3)), np.float32)
+    values, counts = np.unique(kept, return_counts=True)
+    assert values.tolist() == [0, np.float32(jnp.bfloat16(4 / 3))]
+    assert abs(counts[0] / kept.size - 0.25) < 0.01

@@ -1,4 +1,4 @@
-"""The command line: `jaxshard train`, `jaxshard compare` and `jaxshard strategies`."""
+"""The command line: `jaxshard train`, `jaxshard compare`, `jaxshard strategies` and `jaxshard checkpoint`."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
+from jaxshard.cli.checkpoint import checkpoint
 from jaxshard.cli.compare import compare
 from jaxshard.cli.strategies import strategies
 from jaxshard.cli.train import train
-from jaxshard.train import loop
 from jaxshard.train.config import ConfigError, unknown
+from jaxshard.train.nonfinite import Diverged
 
 USAGE = """\
 usage: jaxshard train CONFIG [--KEY VALUE ...]          train the model of a TOML file
        jaxshard compare CONFIG --target h100:64 [...]   compile it under every strategy, for GPUs that need not be there
        jaxshard strategies [--devices N] [--replica R]  compare the strategies' memory and traffic
+       jaxshard checkpoint show|verify|export DIR [...] what a checkpoint holds; prove it whole; its parameters
        jaxshard --version
 
 `jaxshard train CONFIG --help` lists every key, with its value in that file. Short names: --strategy NAME,
 --devices N (forced CPU devices), --steps N. `jaxshard compare --help` lists what can be compared."""
 
-COMMANDS = {"train": train, "compare": compare, "strategies": strategies}
+COMMANDS = {"train": train, "compare": compare, "strategies": strategies, "checkpoint": checkpoint}
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -31,7 +33,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return _command(args)
     except ConfigError as error:
         return _fail(error, 2)
-    except loop.Diverged as error:
+    except Diverged as error:
         return _fail(error, 1)
     except KeyboardInterrupt:
         return _fail("stopped", 130)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from jaxshard.cli.options import override
+from jaxshard.cli.options import apart, override
 from jaxshard.preflight import compare as comparison
 from jaxshard.preflight import target as targets
 from jaxshard.preflight.device import DeviceError
@@ -63,7 +63,7 @@ CHOICES = ("regather", "prefer", "accumulate", "remat")
 def compare(args: list[str]) -> int:
     """Runs the command. Raises ConfigError for a mistake in what was asked."""
     place = args[0] if args and not args[0].startswith("-") else None
-    changes, rest = _apart(args[1:] if place else args)
+    changes, rest = apart(args[1:] if place else args, lambda name: "." in name)
     names = [*(one.name for one in fields(CompareOptions)), "no_cache"]
     options = override(CompareOptions(), rest, "jaxshard compare CONFIG", names, flags=True)
     if options is None:
@@ -108,19 +108,6 @@ def compare(args: list[str]) -> int:
         print(f"jaxshard: stopped after {len(rows)} of {len(lines)} lines", file=sys.stderr)
         return 130
     return 1 if all(row.problem for row in rows) else 0
-
-
-def _apart(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(options of the configuration, which have a dot in their names, with their values; the others)."""
-    dotted, others, into = [], [], None
-    for one in args:
-        if one == "-h":
-            others.append(one)
-            continue
-        if one.startswith("--"):
-            into = dotted if "." in one.partition("=")[0] else others
-        (others if into is None else into).append(one)
-    return dotted, others
 
 
 def _choices(options: CompareOptions) -> dict[str, Sequence[Any]]:

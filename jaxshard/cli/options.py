@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
 from typing import TypeVar
 
@@ -12,6 +12,17 @@ import tyro
 from jaxshard.train.config import ConfigError, unknown
 
 T = TypeVar("T")
+
+
+def apart(args: Sequence[str], belongs: Callable[[str], bool]) -> tuple[list[str], list[str]]:
+    """(options whose names belong, with their values; all others). A name is without its dashes: ``run.dir``."""
+    ours, others = [], []
+    into = others
+    for one in args:
+        if one.startswith("-") and not one[1:2].isdigit():
+            into = ours if belongs(one.lstrip("-").partition("=")[0].replace("-", "_")) else others
+        into.append(one)
+    return ours, others
 
 
 def override(default: T, args: Sequence[str], prog: str, valid: Sequence[str], *, flags: bool = False) -> T | None:

@@ -59,6 +59,8 @@ class GPTConfig:
     """All scores at once, in blocks, or cuDNN's kernel for GPUs and 16-bit floats; auto: see `resolved`."""
     loss_chunk: int | None = None
     """Tokens whose logits are held at once, and computed again in the backward pass; None: all."""
+    dropout: float = 0.0
+    """The share of the embedding, and of what each branch adds to the stream, that a training step leaves out."""
     init_std: float = 0.02
     """Standard deviation of the initial weights."""
     dtype: str | None = None
@@ -70,6 +72,8 @@ class GPTConfig:
                 raise ValueError(f"model.{name} is {getattr(self, name)}; it must be 1 or more.")
         if self.loss_chunk is not None and self.loss_chunk < 1:
             raise ValueError(f"model.loss_chunk is {self.loss_chunk}; it must be 1 or more, or left out.")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"model.dropout is {self.dropout}, a share; it must lie in [0, 1).")
         if self.width % self.heads:
             raise ValueError(f"model.width = {self.width} does not divide into model.heads = {self.heads} heads.")
         if self.heads % self.groups:
@@ -126,6 +130,13 @@ def _norm(config: GPTConfig, rngs: nnx.Rngs) -> nnx.LayerNorm | nnx.RMSNorm:
 def _residual_std(config: GPTConfig) -> float:
     """Layers that add to the residual stream start smaller, so that its variance does not grow with depth."""
     return config.init_std / math.sqrt(2 * config.layers)
+
+
+def _dropped(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+    """Leaves out a share of the elements, and scales up the others (Srivastava et al. 2014); all stay without a key."""
+    if key is None or not rate:
+        return x
+    return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0).astype(x.dtype)
 
 
 def rotary_angles(config: GPTConfig, length: int) -> jax.Array:
@@ -202,18 +213,20 @@ class Block(nnx.Module):
     """Attention and MLP, each normalised before and added to the residual stream after."""
 
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
+        self.dropout = config.dropout
         self.attention_norm = _norm(config, rngs)
         self.attention = Attention(config, rngs)
         self.mlp_norm = _norm(config, rngs)
         self.mlp = MLP(config, rngs)
 
-    def __call__(self, x_BxTxD: jax.Array, angles_TxC: jax.Array | None) -> jax.Array:
-        x_BxTxD += self.attention(self.attention_norm(x_BxTxD), angles_TxC)
-        return x_BxTxD + self.mlp(self.mlp_norm(x_BxTxD))
+    def __call__(self, x_BxTxD: jax.Array, angles_TxC: jax.Array | None, key: jax.Array | None = None) -> jax.Array:
+        keys = (None, None) if key is None else jax.random.split(key)
+        x_BxTxD += _dropped(self.attention(self.attention_norm(x_BxTxD), angles_TxC), self.dropout, keys[0])
+        return x_BxTxD + _dropped(self.mlp(self.mlp_norm(x_BxTxD)), self.dropout, keys[1])
 
 
 class GPT(nnx.Module):
-    """The language model: int tokens B x T to features B x T x D; times `head_DxV`, the logits."""
+    """The language model: int tokens B x T to features B x T x D; times `head_DxV`, the logits. A key: for dropout."""
 
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
         self.config = config
@@ -228,7 +241,7 @@ class GPT(nnx.Module):
         head = partial(_linear, config, config.width, config.vocab, rngs, bias=False, std=config.init_std)
         self.head = None if config.tied else head()
 
-    def __call__(self, tokens_BxT: jax.Array | np.ndarray) -> jax.Array:
+    def __call__(self, tokens_BxT: jax.Array | np.ndarray, key: jax.Array | None = None) -> jax.Array:
         length = tokens_BxT.shape[1]
         if length > self.config.context:
             raise ValueError(f"a sequence of {length} tokens is longer than the context of {self.config.context}.")
@@ -238,7 +251,9 @@ class GPT(nnx.Module):
             angles_TxC = rotary_angles(self.config, length)
         else:
             x_BxTxD += self.positions(jnp.arange(length))
-        return self.norm(self._through_blocks(x_BxTxD, angles_TxC))
+        here, inside = (None, None) if key is None else jax.random.split(key)
+        x_BxTxD = _dropped(x_BxTxD, self.config.dropout, here)
+        return self.norm(self._through_blocks(x_BxTxD, angles_TxC, inside))
 
     @property
     def head_DxV(self) -> jax.Array:
@@ -248,16 +263,20 @@ class GPT(nnx.Module):
         kernel_DxV = self.head.kernel[...]
         return kernel_DxV if self.config.dtype is None else kernel_DxV.astype(self.config.dtype)
 
-    def _through_blocks(self, x_BxTxD: jax.Array, angles_TxC: jax.Array | None) -> jax.Array:
-        def through(x, block):
+    def _through_blocks(self, x_BxTxD: jax.Array, angles_TxC: jax.Array | None, key: jax.Array | None) -> jax.Array:
+        def through(x, block_and_key):
+            block, key = block_and_key
             # Parameters go in as arguments, so that remat recomputes from them and saves no copy.
             graphdef, params = nnx.split(block)
-            apply = _remat(lambda x, params: nnx.merge(graphdef, params)(x, angles_TxC), self.config)
+            apply = _remat(lambda x, params, key: nnx.merge(graphdef, params)(x, angles_TxC, key), self.config)
             if self.config.scan:
-                return jax.lax.scan(lambda x, layer: (apply(x, layer), None), x, params)[0]
-            return apply(x, params)
+                return jax.lax.scan(lambda x, layer: (apply(x, *layer), None), x, (params, key))[0]
+            return apply(x, params, key)
 
-        blocks: Any = [self.blocks] if self.config.scan else self.blocks
+        keys = None if key is None else jax.random.split(key, self.config.layers)
+        blocks: Any = [(self.blocks, keys)]
+        if not self.config.scan:
+            blocks = zip(self.blocks, [None] * self.config.layers if keys is None else keys, strict=True)
         return reduce(through, blocks, x_BxTxD)
 
 
@@ -291,14 +310,17 @@ def logits(config: GPTConfig, params: dict[str, Any], tokens_BxT: jax.Array | np
         return model(tokens_BxT) @ model.head_DxV
 
 
-def loss(config: GPTConfig, params: dict[str, Any], batch: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
+def loss(
+    config: GPTConfig, params: dict[str, Any], batch: Mapping[str, Any], key: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Cross-entropy of the next token: its weighted sum over the batch, and the sum of the weights.
 
     batch: `inputs` and `targets`, int B x T; `weights`, float32 B x T (0 for a token that does not count).
+    key: what dropout draws from; None leaves nothing out.
     Returns two float32 scalars; the mean is their quotient, over however many batches both are summed.
     """
     with jax.numpy_dtype_promotion("standard"):
         model, weights_BxT = _model(config, params), batch["weights"]
-        x_BxTxD = model(batch["inputs"])
+        x_BxTxD = model(batch["inputs"], key)
         total = cross_entropy(x_BxTxD, model.head_DxV, batch["targets"], weights_BxT, chunk=config.loss_chunk)
         return total, jnp.sum(weights_BxT)

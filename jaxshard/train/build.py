@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -27,13 +27,14 @@ OPTIONS = {"accumulate": "run", "remat": "model", "attention": "model", "loss_ch
 def training_for(config: Config, mesh: Mesh, strategy: Strategy) -> Training | DataParallel:
     """The training step. Raises ValueError or TypeError, with what to change, when parts do not fit each other."""
     model = model_for(config, mesh)
+    loss_fn, drops = held_out_loss(model), model.dropout > 0
 
-    def loss_fn(params, batch):
-        return Loss(*gpt.loss(model, params, batch))
+    def dropping(params, batch, *, key):
+        return Loss(*gpt.loss(model, params, batch, key))
 
     shape = config.data.batch, model.context
     return parallelize(
-        loss_fn,
+        dropping if drops else loss_fn,
         optimizer.make(config.optimizer, batch=config.data.batch, steps=config.run.steps),
         params=partial(gpt.init, model),
         batch={
@@ -45,8 +46,18 @@ def training_for(config: Config, mesh: Mesh, strategy: Strategy) -> Training | D
         strategy=strategy,
         accumulate=config.run.accumulate,
         clip=config.optimizer.clip,
+        skip_nonfinite=config.run.skip_nonfinite > 0,
         precision=config.precision,
     )
+
+
+def held_out_loss(model: gpt.GPTConfig) -> Callable[..., Loss]:
+    """The loss with nothing left out, of a model all of which is decided."""
+
+    def loss_fn(params, batch):
+        return Loss(*gpt.loss(model, params, batch))
+
+    return loss_fn
 
 
 def model_for(config: Config, mesh: Mesh) -> gpt.GPTConfig:

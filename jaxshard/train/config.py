@@ -29,7 +29,7 @@ class MeshConfig:
     shard: int = -1
     """Over how many devices each copy may be split; -1: what is left."""
     devices: Annotated[int | None, arg(aliases=["--devices"])] = None
-    """Train on this many forced CPU devices; None: on the devices there are."""
+    """Train on this many forced CPU devices, in each process; None: on the devices there are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,9 +129,26 @@ class RunConfig:
     """Batches of held-out sequences in each look."""
     seed: int = 0
     """The initial parameters, and any randomness of the loss."""
+    weights: str | None = None
+    """A safetensors file, or the index of several, with the parameters to begin with; None: random ones."""
+    save_every: int = 100
+    """Steps between two checkpoints; there is one after the last step in any case. 0: that one alone."""
+    keep_last: int = 2
+    """How many of the newest checkpoints are kept."""
+    keep_every: int = 0
+    """Checkpoints of steps that divide by this are kept besides; 0: none."""
+    skip_nonfinite: int = 0
+    """How many steps with a loss or gradients that are not finite are left out before the run stops at one."""
+    watchdog: float = 20.0
+    """How many times the longest of the latest steps one may take (and a minute at least) before it is said what all
+    threads are doing; 0: never."""
+    heartbeat_seconds: int = 8
+    """With several processes: after how long without a sign of life from one the others end."""
 
     def __post_init__(self):
         _at_least("run", self, steps=1, accumulate=1, log_every=1, eval_every=0, eval_batches=1, seed=0)
+        _at_least("run", self, save_every=0, keep_last=1, keep_every=0, skip_nonfinite=0, watchdog=0)
+        _at_least("run", self, heartbeat_seconds=1)
         if not self.dir:
             raise ConfigError("run.dir is empty; name a folder.")
 

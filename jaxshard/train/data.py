@@ -1,11 +1,16 @@
-"""Tokens and their batches: the batch of a step is a function of the step's number alone."""
+"""Tokens and the sequences cut from them: a sequence is a function of its number alone, from 0 without end.
+
+So a run that goes on after a stop sees what it would have seen, and each process reads its own rows of a batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import grain
 import numpy as np
@@ -26,6 +31,11 @@ class Corpus:
     def sizes(self) -> tuple[int, int]:
         """Tokens to train on, and tokens held out."""
         return sum(map(len, self.train)), sum(map(len, self.held_out))
+
+    @cached_property
+    def digests(self) -> tuple[str, ...]:
+        """Of each file: its number of tokens, and a digest of its first and last `READ` of them."""
+        return tuple(_digest(parts) for parts in zip(self.train, self.held_out, strict=True))
 
 
 @dataclass(frozen=True)
@@ -48,16 +58,34 @@ class Windows(grain.sources.RandomAccessDataSource[Batch]):
         part = int(np.searchsorted(self._ends, index, side="right"))
         start = (index - (int(self._ends[part - 1]) if part else 0)) * self.context
         tokens = np.asarray(self.parts[part][start : start + self.context + 1], np.int32)
-        if not 0 <= tokens.min() <= tokens.max() < self.vocab:
-            raise ValueError(
-                f"the corpus has a token {tokens.max()}, and model.vocab = {self.vocab}; raise it, "
-                "or correct data.format."
-            )
+        check_vocab(tokens, self.vocab)
         return {
             "inputs": tokens[:-1],
             "targets": tokens[1:],
             "weights": np.ones(self.context, np.float32),
         }
+
+
+READ = 2**20
+"""Tokens of each end of a file that are read before a run begins, to know it again and to see that they are tokens."""
+
+FOREIGN = {
+    b"\x93NUMPY": "a .npy file: save its array with .tofile",
+    b"\x1f\x8b": "compressed by gzip: unpack it",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd: unpack it",
+    b"PK\x03\x04": "a zip archive: unpack it",
+    b"PAR1": "a parquet file: write its tokens, or its text, to a plain file",
+    b"\x89HDF": "an HDF5 file: write its tokens to a plain file",
+}
+"""How files begin that hold neither text nor bare token numbers, and what to do with them."""
+
+
+def check_vocab(tokens: np.ndarray, vocab: int) -> None:
+    """Raises ConfigError for a token that the vocabulary has not."""
+    if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab:
+        raise ConfigError(
+            f"the corpus has a token {tokens.max()}, and model.vocab = {vocab}; raise it, or correct data.format."
+        )
 
 
 def python_documentation() -> bytes:
@@ -68,7 +96,8 @@ def python_documentation() -> bytes:
 
 
 def read(config: DataConfig) -> Corpus:
-    """Opens the files of a run, mapping them to memory. Raises ConfigError for one that cannot be read."""
+    """Opens the files of a run, mapping them to memory. Raises ConfigError for one that cannot be read, or that holds
+    neither text nor token numbers."""
     if not config.files:
         if config.format != "text":
             raise ConfigError(f"data.format = {config.format!r} needs data.files: the default corpus is text.")
@@ -88,27 +117,32 @@ def _open(path: Path, format: str) -> np.ndarray:
         size = path.stat().st_size
         if size % dtype.itemsize or not size:
             raise ConfigError(f"{path} has {size} bytes, which is no number of {format} tokens above 0.")
-        return np.memmap(path, dtype, mode="r")
+        tokens = np.memmap(path, dtype, mode="r")
+        start = tokens[:READ].tobytes()
+        for begins, what in FOREIGN.items():
+            if start.startswith(begins):
+                raise ConfigError(f"{path} of data.files is {what}.")
+        if format == "text" and b"\0" in start:
+            raise ConfigError(
+                f"{path} has zero bytes, so it is no text; data.format = 'uint16' or 'uint32' reads token numbers."
+            )
+        return tokens
     except OSError as error:
         raise ConfigError(f"cannot read {path} of data.files: {error.strerror}.") from None
 
 
-def train_batches(corpus: Corpus, config: DataConfig, *, context: int, vocab: int) -> Callable[[int], Batch]:
-    """The batch of each step: windows in an order that is shuffled anew in every pass over the corpus.
+def train_sequences(
+    corpus: Corpus, config: DataConfig, *, context: int, vocab: int
+) -> Callable[[Iterable[int]], Batch]:
+    """The sequences to train on, in an order that is shuffled anew in every pass over the corpus.
 
-    Returns a function of the step (from 0) to arrays of shape batch x context: int32 `inputs` and `targets`,
-    float32 `weights`. Raises ConfigError when the corpus is shorter than one window.
+    Returns a function of their numbers to arrays of shape numbers x context: int32 `inputs` and `targets`, float32
+    `weights`. Raises ConfigError when the corpus is shorter than one sequence, or begins or ends with a token that is
+    not below `vocab`; the function, for one that lies between.
     """
     windows = _windows(corpus.train, context, vocab, "train on")
     shuffled = grain.MapDataset.source(windows).shuffle(seed=config.seed).repeat()
-    batches = shuffled.batch(config.batch)
-
-    def at(step: int) -> Batch:
-        batch = batches[step]
-        assert batch is not None  # grain filters nothing here
-        return batch
-
-    return at
+    return lambda numbers: _stacked([shuffled[int(number)] for number in numbers])
 
 
 def held_out_batches(corpus: Corpus, config: DataConfig, *, context: int, vocab: int, batches: int) -> list[Batch]:
@@ -123,11 +157,26 @@ def held_out_batches(corpus: Corpus, config: DataConfig, *, context: int, vocab:
     spread = np.linspace(0, len(windows) - 1, count).round().astype(int)
     rows = [windows[int(index)] for index in spread]
     groups = [rows[start : start + config.batch] for start in range(0, count, config.batch)]
-    return [{name: np.stack([row[name] for row in group]) for name in group[0]} for group in groups]
+    return [_stacked(group) for group in groups]
+
+
+def _stacked(rows: list[Any]) -> Batch:
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def _digest(parts: tuple[np.ndarray, ...]) -> str:
+    tokens = hashlib.blake2b(repr([len(part) for part in parts]).encode(), digest_size=16)
+    for part in parts:
+        tokens.update(part[:READ].tobytes())
+        tokens.update(part[-READ:].tobytes())
+    return tokens.hexdigest()
 
 
 def _windows(parts: tuple[np.ndarray, ...], context: int, vocab: int, use: str) -> Windows:
     windows = Windows(parts, context, vocab)
+    for part in parts:
+        check_vocab(part[:READ], vocab)
+        check_vocab(part[-READ:], vocab)
     if not len(windows):
         raise ConfigError(
             f"there are {sum(map(len, parts))} tokens to {use}, and no {context + 1} together in one file, "

@@ -1,139 +1,206 @@
-"""A run, from its configuration to its summary."""
+"""A run, from where it is to its summary."""
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 from rich.console import Console
 
-from jaxshard.mesh import axis_sizes, force_cpu_devices, make_mesh
-from jaxshard.models import gpt
-from jaxshard.train import data
-from jaxshard.train.build import training_for
-from jaxshard.train.config import Config
-from jaxshard.train.metrics import open_run
-from jaxshard.train.report import Report, progress, say, summary
-
-
-class Diverged(RuntimeError):
-    """The loss is no longer a number."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Session:
-    """All that a run needs, checked before anything is computed or written."""
-
-    config: Config
-    mesh: Mesh
-    training: Any
-    corpus: data.Corpus
-    batches: Callable[[int], data.Batch]
-    held_out: list[data.Batch]
-
-
-def prepare(config: Config) -> Session:
-    """Makes the mesh and the training step, and opens the corpus.
-
-    Raises ValueError or RuntimeError, with what to change, when the parts of a configuration do not fit.
-    """
-    strategy = config.strategy.resolve()
-    if config.mesh.devices is not None:
-        force_cpu_devices(config.mesh.devices)
-    replica = strategy.min_replicas if config.mesh.replica is None else config.mesh.replica
-    mesh = make_mesh(replica=replica, shard=config.mesh.shard)
-    corpus = data.read(config.data)
-    shape = {"context": config.model.context, "vocab": config.model.vocab}
-    batches = data.train_batches(corpus, config.data, **shape)
-    held_out = data.held_out_batches(corpus, config.data, **shape, batches=config.run.eval_batches)
-    training = training_for(config, mesh, strategy)
-    return Session(config=config, mesh=mesh, training=training, corpus=corpus, batches=batches, held_out=held_out)
+from jaxshard.train.checkpoint import Checkpoints, describe, restore
+from jaxshard.train.nonfinite import Diverged, described, fatal, first_bad, is_bad, named
+from jaxshard.train.processes import agree, is_first
+from jaxshard.train.report import Pace, progress_bar, say, summary
+from jaxshard.train.resume import Progress, check_notes, notes
+from jaxshard.train.session import SLOWEST, Session, evaluate, opening, program_facts
+from jaxshard.train.stop import Stop
+from jaxshard.train.watchdog import Watchdog
 
 
 def run(session: Session, console: Console) -> None:
-    """Trains, reports and writes metrics; at the end says what each device held and sent.
+    """Trains from where the run is, reports, and writes metrics and checkpoints; says what each device held and sent.
 
-    Raises ConfigError when the run's folder cannot be written, and `Diverged` when the loss is not finite.
+    Asked to stop by SIGTERM or SIGINT, it finishes the step, saves and returns. Raises ConfigError when the run's
+    folder cannot be written or its checkpoints cannot be read, and `Diverged` at a step that is not finite.
     """
-    config, steps = session.config, session.config.run.steps
-    file = open_run(config)
-    say(console, _opening(session))
-    state = session.training.init(partial(gpt.init, config.model), jax.random.key(config.run.seed))
-    pace = _Pace(tokens=config.data.batch * config.model.context, steps=steps)
-    pending, loss = [], math.nan
-    with progress(console, steps) as show:
-        for step in range(1, steps + 1):
-            state, metrics = session.training.step(state, session.batches(step - 1))
-            pending.append(metrics)
-            if step % config.run.log_every == 0 or step in (1, steps):
-                # Metrics stay on the device until here, because reading one waits for its step.
-                values = [{name: float(value) for name, value in row.items()} for row in pending]
-                file.write(*({"step": step - len(values) + i} | row for i, row in enumerate(values, start=1)))
-                pending, loss = [], values[-1]["loss"]
-                show(pace.report(step, loss))
-                _check(loss, step, config)
-            if config.run.eval_every and step % config.run.eval_every == 0 and step < steps:
-                held_out = evaluate(session, state)
-                file.write({"step": step, "held_out_loss": held_out})
-                say(console, f"step {step}/{steps}  held-out loss {held_out:.5f}")
-                pace.resume(step)
-    held_out = evaluate(session, state)
-    file.write({"step": steps, "held_out_loss": held_out})
-    say(console, f"after {steps} steps: training loss {loss:.5f}, held-out loss {held_out:.5f}")
-    summary(console, session.training.explain())
-    say(console, f"metrics are in {file.path}")
+    if not is_first():
+        console = Console(quiet=True)
+    settings = session.config.run
+    with ExitStack() as stack:
+        stop = stack.enter_context(Stop())
+        watchdog = stack.enter_context(Watchdog(times=settings.watchdog))
+        watchdog.at("the start")
+        begun = _begin(session, console)
+        if begun is None:
+            return
+        kept = {"keep_last": settings.keep_last, "keep_every": settings.keep_every}
+        checkpoints = Checkpoints(session.folder.checkpoints, **kept)
+        stack.callback(checkpoints.close)
+        _Run(session, console, checkpoints, watchdog, *begun).go(stop)
 
 
-def evaluate(session: Session, state: Any) -> float:
-    """The mean loss of a token of the held-out batches."""
-    # They are of one size and no token is left out, so that the mean of the means is the mean.
-    losses = [session.training.evaluate(state, batch)["loss"] for batch in session.held_out]
-    return sum(map(float, losses)) / len(losses)
+def _begin(session: Session, console: Console) -> tuple[Any, Progress] | None:
+    """The state to go on from, and how far it is; None when the run is complete."""
+    config, folder, resume = session.config, session.folder, session.resume
+    whole = [] if resume.fresh else Checkpoints(folder.checkpoints).steps()
+    if not whole:
+        agree("program and checkpoint", {"checkpoint": None, **program_facts(session)}, seconds=SLOWEST)
+        say(console, opening(session))
+        state, progress = session.first_state(), Progress()
+        folder.begin(config)
+    else:
+        where = str(folder.checkpoints / str(whole[-1]))
+        found = describe(folder.checkpoints, whole[-1])
+        progress = check_notes(found.notes, config, session.corpus.digests, where, resume)
+        if progress.step >= config.run.steps and folder.evaluated(progress.step):
+            say(console, f"{folder.path} is complete, with {progress.step} steps; --fresh begins anew.")
+            return None
+        agree("program and checkpoint", {"checkpoint": progress.step, **program_facts(session)}, seconds=SLOWEST)
+        say(console, opening(session))
+        restored = restore(folder.checkpoints, session.training, whole[-1], cast=resume.cast)
+        state = restored.state
+        missing = folder.go_on(config, progress.step)
+        say(console, f"goes on after step {progress.step} of {config.run.steps}, from {where}")
+        if restored.cast:
+            say(console, f"cast from another dtype: {', '.join(restored.cast)}")
+        if missing:
+            say(console, f"{folder.metrics} lacks {len(missing)} of the steps up to there, from {missing[0]} on")
+    # The others wait here until the first has made the folder ready.
+    agree("folder", {"dir": str(folder.path)}, seconds=SLOWEST)
+    folder.check_shared()
+    return state, progress
 
 
-class _Pace:
-    """Tokens per second and time left, without the time that compiling and evaluation take."""
+class _Run:
+    """The steps of a run: the state after `progress`, and the metrics that are still on the devices."""
 
-    def __init__(self, *, tokens: int, steps: int):
-        self.tokens, self.steps = tokens, steps
-        self.since: tuple[int, float] | None = None
+    def __init__(
+        self,
+        session: Session,
+        console: Console,
+        checkpoints: Checkpoints,
+        watchdog: Watchdog,
+        state: Any,
+        progress: Progress,
+    ):
+        self.session, self.config, self.settings = session, session.config, session.config.run
+        self.console, self.checkpoints, self.watchdog = console, checkpoints, watchdog
+        self.state, self.progress = state, progress
+        self.pending: list[dict[str, jax.Array]] = []
+        self.pace = Pace(tokens=self.config.data.batch * self.config.model.context, steps=self.settings.steps)
 
-    def resume(self, step: int) -> None:
-        self.since = (step, time.perf_counter())
+    def go(self, stop: Stop) -> None:
+        """All steps that are left, or those until it is asked to stop."""
+        steps, first = self.settings.steps, self.progress.step + 1
+        if first > 1 and not self.session.folder.evaluated(first - 1):
+            self.evaluate_if_due()
+        with progress_bar(self.console, steps) as show:
+            for step in range(first, steps + 1):
+                self.step()
+                stopping = stop.asked(step) and step < steps
+                saves = stopping or step == steps or _divides(self.settings.save_every, step)
+                reports = stopping or step in (first, steps) or _divides(self.settings.log_every, step)
+                if saves or reports or self.evaluation_due():
+                    loss = self.collect()
+                    if reports:
+                        show(self.pace.report(step, loss))
+                if saves:
+                    self.save()
+                if stopping:
+                    self.checkpoints.wait()
+                    say(self.console, f"stopped after step {step} of {steps} and saved it; the same command goes on.")
+                    return
+                self.evaluate_if_due()
+        self.watchdog.at("the last save")
+        self.checkpoints.wait()
+        self.close()
 
-    def report(self, step: int, loss: float) -> Report:
-        speed = left = None
-        if self.since is not None and step > self.since[0]:
-            seconds = (time.perf_counter() - self.since[1]) / (step - self.since[0])
-            speed, left = self.tokens / seconds, seconds * (self.steps - step)
-        self.resume(step)
-        return Report(step=step, loss=loss, tokens_per_second=speed, seconds_left=left)
+    def step(self) -> None:
+        self.watchdog.at(f"step {self.progress.step + 1}")
+        self.checkpoints.check()
+        batch = self.session.batch(self.progress.sequences)
+        self.state, metrics = self.session.training.step(self.state, batch)
+        self.progress = self.progress.after(self.config.data.batch)
+        self.pending.append(metrics)
 
+    def collect(self) -> float:
+        """Writes the metrics of the latest steps, which wait for them. Returns the last loss.
 
-def _opening(session: Session) -> str:
-    config, devices = session.config, session.mesh.devices
-    params = sum(
-        leaf.size for leaf in jax.tree.leaves(jax.eval_shape(partial(gpt.init, config.model), jax.random.key(0)))
-    )
-    arrangement = " x ".join(f"{axis} {size}" for axis, size in axis_sizes(session.mesh).items())
-    train, held_out = session.corpus.sizes
-    return (
-        f"{config.strategy.name} on {devices.size} {devices.flat[0].platform} devices ({arrangement}): "
-        f"{params:,} parameters, {train:,} tokens to train on, {held_out:,} held out"
-    )
+        Until here they stay on the devices, because reading one waits for its step. Raises `Diverged`.
+        """
+        rows = [{name: float(value) for name, value in row.items()} for row in self.pending]
+        rows = [{"step": step} | row for step, row in enumerate(rows, start=self.progress.step - len(rows) + 1)]
+        self.pending = []
+        for i, row in enumerate(rows):
+            if is_bad(row) and fatal(row, skipped=self.progress.skipped, allowed=self.settings.skip_nonfinite):
+                self.session.folder.write(*rows[: i + 1])
+                raise Diverged(self.diagnosis(row))
+            if is_bad(row) and "loss_scale" not in row:
+                self.progress = replace(self.progress, skipped=self.progress.skipped + 1)
+                left = self.settings.skip_nonfinite - self.progress.skipped
+                say(self.console, f"step {row['step']} left out: {described(row)}; {left} more may be.")
+        self.session.folder.write(*rows)
+        return rows[-1]["loss"]
 
+    def save(self) -> None:
+        step = self.progress.step
+        self.watchdog.at(f"saving step {step}")
+        self.session.folder.settle()
+        self.checkpoints.save(step, self.state, notes(self.config, self.session.corpus.digests, self.progress))
+        self.pace.resume(step)
 
-def _check(loss: float, step: int, config: Config) -> None:
-    # float16 overflows now and then, and the loss scale deals with it.
-    if not math.isfinite(loss) and not config.precision.scaled:
-        raise Diverged(
-            f"the loss is {loss} at step {step}: lower optimizer.learning_rate = "
-            f"{config.optimizer.learning_rate}, lengthen optimizer.warmup_steps, or lower optimizer.clip. "
-            "With JAX_DEBUG_NANS=1 the step that makes a NaN names the line it comes from."
+    def evaluation_due(self) -> bool:
+        return self.progress.step == self.settings.steps or _divides(self.settings.eval_every, self.progress.step)
+
+    def evaluate_if_due(self) -> None:
+        step = self.progress.step
+        if self.evaluation_due():
+            self.watchdog.at(f"the evaluation after step {step}")
+            held_out = evaluate(self.session, self.state)
+            self.session.folder.write({"step": step, "held_out_loss": held_out})
+            say(self.console, f"step {step}/{self.settings.steps}  held-out loss {held_out:.5f}")
+            self.pace.resume(step)
+
+    def diagnosis(self, row: Mapping[str, float]) -> str:
+        """What went bad first: the steps since the last checkpoint are made again, and looked at one by one."""
+        session, bad, batch = self.session, int(row["step"]), self.config.data.batch
+        self.watchdog.at(f"looking for what went bad up to step {bad}")
+        say(self.console, f"step {bad}: {described(row)}; looking for what went bad first")
+        self.state = None  # There may be room for one state alone.
+        self.checkpoints.wait()
+        steps, progress = self.checkpoints.steps(), Progress()
+        if steps:
+            found = restore(session.folder.checkpoints, session.training, steps[-1])
+            state, progress = found.state, Progress(**found.notes["progress"])
+            good = f"The last good checkpoint is {session.folder.checkpoints / str(steps[-1])}"
+        else:
+            state, good = session.first_state(), "There is no checkpoint yet"
+        start = progress.sequences - progress.step * batch
+        step, paths = first_bad(
+            session.training, state, progress.step, bad, lambda step: session.batch(start + (step - 1) * batch)
         )
+        optimizer = self.config.optimizer
+        return (
+            f"{described(row)} at step {bad}. {good}; after it, {named(paths, step)}. Lower optimizer.learning_rate = "
+            f"{optimizer.learning_rate} or optimizer.clip = {optimizer.clip}, lengthen optimizer.warmup_steps, or let "
+            "run.skip_nonfinite leave such steps out. JAX_DEBUG_NANS=1 names the line that makes the first NaN."
+        )
+
+    def close(self) -> None:
+        """The last lines."""
+        if is_first():
+            rows = self.session.folder.rows()
+            loss, held_out = ([row[name] for row in rows if name in row][-1] for name in ("loss", "held_out_loss"))
+            say(
+                self.console,
+                f"after {self.settings.steps} steps: training loss {loss:.5f}, held-out loss {held_out:.5f}",
+            )
+        summary(self.console, self.session.training.explain())
+        say(self.console, f"metrics are in {self.session.folder.metrics}")
+
+
+def _divides(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0

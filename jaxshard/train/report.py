@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,8 +25,27 @@ class Report:
     seconds_left: float | None
 
 
+class Pace:
+    """Tokens per second and time left, without the time that compiling, saving and evaluation take."""
+
+    def __init__(self, *, tokens: int, steps: int):
+        self.tokens, self.steps = tokens, steps
+        self.since: tuple[int, float] | None = None
+
+    def resume(self, step: int) -> None:
+        self.since = (step, time.perf_counter())
+
+    def report(self, step: int, loss: float) -> Report:
+        speed = left = None
+        if self.since is not None and step > self.since[0]:
+            seconds = (time.perf_counter() - self.since[1]) / (step - self.since[0])
+            speed, left = self.tokens / seconds, seconds * (self.steps - step)
+        self.resume(step)
+        return Report(step=step, loss=loss, tokens_per_second=speed, seconds_left=left)
+
+
 @contextmanager
-def progress(console: Console, steps: int) -> Iterator[Callable[[Report], None]]:
+def progress_bar(console: Console, steps: int) -> Iterator[Callable[[Report], None]]:
     """A function that shows each `Report` of a run of `steps` steps."""
     if not console.is_terminal:
         yield lambda report: say(console, f"step {report.step}/{steps}  {_speed(report)}")

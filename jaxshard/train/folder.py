@@ -1,0 +1,116 @@
+"""What a run leaves in its folder: `config.json`, `metrics.jsonl` and `checkpoints/`. Earlier runs' are kept."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from jaxshard.train.config import Config, ConfigError
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of a run. Of several processes the first alone writes there, but for the checkpoints."""
+
+    path: Path
+    writes: bool
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a line, each with its `step` (from 1)."""
+        return self.path / "metrics.jsonl"
+
+    def begin(self, config: Config) -> None:
+        """A new run: what an earlier one left is kept under the next free number, as ``metrics.1.jsonl``.
+
+        Raises ConfigError when the folder cannot be written.
+        """
+        self._write(config, self._put_aside)
+
+    def go_on(self, config: Config, step: int) -> tuple[int, ...]:
+        """A run that goes on after `step`: what its metrics say of later steps is dropped, because it comes again.
+
+        Returns the steps up to there that they do not have. Raises ConfigError when the folder cannot be written.
+        """
+        rows = [row for row in self.rows() if row["step"] <= step]
+
+        def cut() -> None:
+            scratch = self.metrics.with_suffix(".jsonl.new")
+            scratch.write_text("".join(map(_line, rows)), encoding="utf-8")
+            scratch.replace(self.metrics)
+
+        self._write(config, cut)
+        return tuple(sorted({*range(1, step + 1)} - {row["step"] for row in rows if "loss" in row}))
+
+    def rows(self) -> list[dict[str, float]]:
+        """What the metrics say; the end of a line that was being written when the run died is left out."""
+        if not self.metrics.exists():
+            return []
+        *lines, _ = self.metrics.read_text(encoding="utf-8").split("\n")
+        try:
+            return [json.loads(line) for line in lines]
+        except ValueError:
+            raise ConfigError(f"{self.metrics} is not what a run wrote; move it away, or add --fresh.") from None
+
+    def evaluated(self, step: int) -> bool:
+        """Whether the metrics say what the held-out loss after a step was."""
+        return any(row["step"] == step and "held_out_loss" in row for row in self.rows())
+
+    def check_shared(self) -> None:
+        """Raises ConfigError where a process does not see the folder that the first has made."""
+        if not (self.path / "config.json").exists():
+            raise ConfigError(f"run.dir = {self.path}: this process sees no such folder; all must share one disk.")
+
+    def write(self, *records: Mapping[str, float]) -> None:
+        """Appends records to the metrics; a reader sees whole lines at any time."""
+        if self.writes and records:
+            with self._told(), self.metrics.open("a", encoding="utf-8") as file:
+                file.write("".join(map(_line, records)))
+
+    def settle(self) -> None:
+        """Waits until the metrics are on the disk, so that no checkpoint is there before them."""
+        if self.writes:
+            with self._told(), self.metrics.open("a") as file:
+                os.fsync(file.fileno())
+
+    def _write(self, config: Config, change) -> None:
+        if not self.writes:
+            return
+        with self._told():
+            self.path.mkdir(parents=True, exist_ok=True)
+            change()
+            scratch = self.path / "config.json.new"
+            scratch.write_text(json.dumps(asdict(config), indent=2) + "\n", encoding="utf-8")
+            scratch.replace(self.path / "config.json")
+
+    def _put_aside(self) -> None:
+        files = [self.metrics, self.path / "config.json", self.checkpoints]
+        number = 1
+        while any(_numbered(path, number).exists() for path in files):
+            number += 1
+        for path in files:
+            if path.exists():
+                path.rename(_numbered(path, number))
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ConfigError(f"cannot write to run.dir = {self.path}: {error.strerror}.") from None
+
+
+def _line(record: Mapping[str, float]) -> str:
+    return json.dumps(dict(record)) + "\n"
+
+
+def _numbered(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.stem}.{number}{path.suffix}")

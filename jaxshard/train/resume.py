@@ -1,0 +1,80 @@
+"""Where a run begins: at its newest checkpoint, or at step 0."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from jaxshard.train.config import Config, ConfigError, parse
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resume:
+    """How `jaxshard train` deals with what is in the run's folder. By itself it goes on from the newest checkpoint."""
+
+    fresh: bool = False
+    """Begin anew; what an earlier run left is kept under another name."""
+    changed: bool = False
+    """Go on although the configuration, or the corpus, is another than the checkpoint's."""
+    cast: tuple[str, ...] = ()
+    """Leaves of the state whose dtype may differ from the checkpoint's, such as params/head/* (they are cast)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a run is. step: steps made. sequences: read from the corpus. skipped: steps left out, as not finite."""
+
+    step: int = 0
+    sequences: int = 0
+    skipped: int = 0
+
+    def after(self, batch: int) -> Progress:
+        return replace(self, step=self.step + 1, sequences=self.sequences + batch)
+
+
+def notes(config: Config, corpus: Sequence[str], progress: Progress) -> dict[str, Any]:
+    """What a checkpoint holds besides the state. corpus: the digests of its files."""
+    return {"config": asdict(config), "corpus": list(corpus), "progress": asdict(progress)}
+
+
+def check_notes(
+    found: Mapping[str, Any], config: Config, corpus: Sequence[str], where: str, resume: Resume
+) -> Progress:
+    """How far the run of a checkpoint was. Raises ConfigError if this configuration would not have led there."""
+    try:
+        saved, progress = parse(Config, dict(found["config"])), Progress(**found["progress"])
+        digests = list(found["corpus"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{where} was not written by this version of jaxshard train ({' '.join(str(error).split())}); name another "
+            "run.dir, or add --fresh."
+        ) from None
+    if resume.changed:
+        return progress
+    ways = "Add --changed to go on all the same, or --fresh to begin anew; or name another run.dir."
+    changes = [
+        f"{key} = {before!r}, now {now!r}"
+        for (key, before), now in zip(_deciding(saved).items(), _deciding(config).values(), strict=True)
+        if before != now
+    ]
+    if changes:
+        raise ConfigError(f"{where} was trained with {'; '.join(changes)}. {ways}")
+    if digests != list(corpus):
+        raise ConfigError(f"{where} was trained on another corpus: its files had other tokens or sizes. {ways}")
+    return progress
+
+
+FREE = ("mesh", "strategy")
+"""Sections that do not decide what a run computes: any checkpoint fits any mesh."""
+DECIDING = ("steps", "accumulate", "seed", "skip_nonfinite")
+"""Keys of the section `run` that do."""
+
+
+def _deciding(config: Config) -> dict[str, Any]:
+    """The keys that decide what a run computes, by their dotted names, as JSON gives them back."""
+    sections = json.loads(json.dumps(asdict(config)))
+    run = {key: sections["run"][key] for key in DECIDING}
+    kept = {name: table for name, table in sections.items() if name not in FREE} | {"run": run}
+    return {f"{name}.{key}": value for name, table in kept.items() for key, value in table.items()}
