@@ -100,7 +100,7 @@ def test_token_files_are_read_as_numbers(tmp_path, format, top):
 
 
 def test_a_token_beyond_the_vocabulary_is_refused(counted):
-    with pytest.raises(ConfigError, match="a token 799, and model.vocab = 500"):
+    with pytest.raises(ConfigError, match=r"a token 799, and model\.vocab = 500"):
         train_batches(data.read(counted), counted, context=16, vocab=500)
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from jaxshard.train.stop import Stop
 
 from jaxshard.cli import main
 from jaxshard.train import loop
 from jaxshard.train.checkpoint import Checkpoints, describe
 from jaxshard.train.data import python_documentation
+from jaxshard.train.stop import Stop
 
 CONFIG = """
 [mesh]

@@ -274,10 +274,10 @@ class GPT(nnx.Module):
             return apply(x, params, key)
 
         keys = None if key is None else jax.random.split(key, self.config.layers)
-        blocks: Any = [(self.blocks, keys)]
-        if not self.config.scan:
-            blocks = zip(self.blocks, [None] * self.config.layers if keys is None else keys, strict=True)
-        return reduce(through, blocks, x_BxTxD)
+        blocks: Any = self.blocks
+        if self.config.scan:
+            return through(x_BxTxD, (blocks, keys))
+        return reduce(through, zip(blocks, keys if keys is not None else [None] * len(blocks), strict=True), x_BxTxD)
 
 
 def _remat(fn, config: GPTConfig):
