@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from disk import files_of_at_most
 from flax import nnx
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -212,17 +210,6 @@ def test_the_state_may_be_donated_at_once(tmp_path):
         assert float(state["3"][0]) == -397
         restored = restore(tmp_path / name, shapes_of(state)).state
         assert [set(np.asarray(x)) for x in restored.values()] == [{0}, {1}, {2}, {3}]
-
-
-@contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """As on a disk that is full, a write beyond this fails."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def noise(seed: int) -> dict[str, jax.Array]:

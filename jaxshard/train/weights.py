@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from jaxshard.specs import path_of
 from jaxshard.train.description import CheckpointError, StoredLeaf, describe
 from jaxshard.train.restore import placed_shapes, to_cast
-from jaxshard.train.stored import assembled, leaf_digest, read_whole
+from jaxshard.train.stored import assembled, leaf_digest, read_whole, system_error
 
 SUFFIX, INDEX = ".safetensors", ".safetensors.index.json"
 CODES = {
@@ -268,10 +268,12 @@ def _places(index: Path) -> Mapping[str, str]:
 
 
 def _open(path: Path, stack: ExitStack) -> Any:
+    if not path.is_file():
+        raise CheckpointError(f"cannot read {path}: {'it is no file' if path.exists() else 'it does not exist'}.")
     try:
         return stack.enter_context(safe_open(path, framework="numpy"))
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror or 'it is no file'}.") from None
+        raise CheckpointError(f"cannot read {path}: {system_error(error) or error}.") from None
     except SafetensorError as error:
         raise CheckpointError(f"{path} is no whole safetensors file: {str(error).rstrip('.')}.") from None
 
