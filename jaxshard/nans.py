@@ -69,9 +69,12 @@ def finite_leaves(state: TrainState, grads: Any) -> dict[str, Any]:
 
 
 def nonfinite_paths(finite: dict[str, Any]) -> tuple[str, ...]:
-    """The paths of the leaves that are not finite, of what `finite_leaves` found."""
+    """The paths of the leaves that are not finite, of what `finite_leaves` found: the state's before the gradients'."""
     return tuple(
-        f"{name}/{path}" for name, tree in finite.items() for path, good in leaves_by_path(tree).items() if not good
+        f"{name}/{path}"
+        for name in ("params", "opt", "extra", "grads")
+        for path, good in leaves_by_path(finite[name]).items()
+        if not good
     )
 
 
