@@ -60,7 +60,8 @@ def export(
     """Writes parameters as safetensors. Returns the files.
 
     source: a checkpoint (the folder of a run, of its checkpoints, or of one step; `step` chooses), read with no device;
-    or parameters, a pytree of JAX arrays such as ``state.params``, which all processes pass and the first one writes.
+    or parameters, a pytree of JAX arrays such as ``state.params``, which all processes pass and the first one writes
+    (the others return before it has).
     path: ``NAME.safetensors``. What is larger than `max_bytes` goes to ``NAME-00001-of-00003.safetensors`` and so on,
     with an index ``NAME.safetensors.index.json``. dtype: of the float leaves; None keeps what they have.
 
