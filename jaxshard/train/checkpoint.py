@@ -43,6 +43,10 @@ from jaxshard.train.stored import Verified, system_error, verify
 __all__ = ["CheckpointError", "Checkpoints", "Description", "Restored", "Verified", "describe", "restore", "verify"]
 
 
+PATIENCE_MS = 1_200_000
+"""How long a process waits for the others to delete and to write: orbax's own 20 minutes."""
+
+
 class Checkpoints:
     """A folder of checkpoints, one subfolder for each step, written in the background.
 
@@ -134,8 +138,11 @@ class Checkpoints:
         try:
             with _quiet(), self._failing(step):
                 saver.wait_until_finished()
-                if jax.process_index() == 0:
-                    self._prune()
+                try:
+                    if jax.process_index() == 0:
+                        self._prune()
+                finally:  # every process finds the same folder after `wait`
+                    ocp.multihost.get_barrier_sync_fn()(key=f"jaxshard saved step {step}", timeout_ms=PATIENCE_MS)
         except CheckpointError as error:
             self._error = error
 
