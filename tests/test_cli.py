@@ -63,7 +63,12 @@ def test_small_configs_train_alike(path, tmp_path, expected, capsys):
     device = "the first device" if path.stem == "dp" else "each device"
     assert f"held by {device}" in out
     assert f"by {device} in a step" in out
-    assert {file.name for file in (tmp_path / "run").iterdir()} == {"config.json", "metrics.jsonl", "checkpoints"}
+    assert {file.name for file in (tmp_path / "run").iterdir()} == {
+        ".lock",
+        "config.json",
+        "metrics.jsonl",
+        "checkpoints",
+    }
 
 
 def test_the_strategy_changes_with_one_word(tmp_path, capsys):

@@ -74,7 +74,7 @@ def left(folder: Path) -> dict[str, object]:
 
 
 def files(folder: Path) -> list[str]:
-    return [entry.name for entry in folder.iterdir()]
+    return [entry.name for entry in folder.iterdir() if entry.name != ".lock"]
 
 
 class Died(BaseException):

@@ -36,6 +36,8 @@ def override(default: T, args: Sequence[str], prog: str, valid: Sequence[str], *
             name = option[2:].partition("=")[0].replace("-", "_")
             if name not in (*valid, "help"):
                 raise ConfigError(unknown(name, list(valid), f"{prog} --help lists the keys."))
+    # Without flags, bools are spelled as in TOML; tyro reads Python's spelling.
+    args = args if flags else [{"true": "True", "false": "False"}.get(one, one) for one in args]
     said = io.StringIO()
     try:
         with redirect_stderr(said):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -27,6 +28,24 @@ class RunFolder:
     def metrics(self) -> Path:
         """One JSON object a line, each with its `step` (from 1)."""
         return self.path / "metrics.jsonl"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Inside, no other run may write here. Raises ConfigError if one does, or if the folder cannot be made."""
+        if not self.writes:
+            yield
+            return
+        with self._told():
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = (self.path / ".lock").open("a")
+        with lock:  # the system unlocks what a process had locked, however that ends
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(f"another run is at work in run.dir = {self.path}; name another.") from None
+            except OSError:
+                pass  # a file system without locks
+            yield
 
     def begin(self, config: Config) -> None:
         """A new run: what an earlier one left is kept under the next free number, as ``metrics.1.jsonl``.

@@ -14,7 +14,7 @@ from jaxshard.train.checkpoint import Checkpoints, describe, restore
 from jaxshard.train.nonfinite import Diverged, described, fatal, first_bad, is_bad, named
 from jaxshard.train.processes import agree, is_first
 from jaxshard.train.report import Pace, progress_bar, say, summary
-from jaxshard.train.resume import Progress, check_notes, notes
+from jaxshard.train.resume import Progress, check_notes, newest, notes
 from jaxshard.train.session import SLOWEST, Session, evaluate, opening, program_facts
 from jaxshard.train.stop import Stop
 from jaxshard.train.watchdog import Watchdog
@@ -33,7 +33,7 @@ def run(session: Session, console: Console) -> None:
         stop = stack.enter_context(Stop())
         watchdog = stack.enter_context(Watchdog(times=settings.watchdog))
         watchdog.at("the start")
-        begun = _begin(session, console)
+        begun = _begin(session, console, stack)
         if begun is None:
             return
         kept = {"keep_last": settings.keep_last, "keep_every": settings.keep_every}
@@ -42,26 +42,28 @@ def run(session: Session, console: Console) -> None:
         _Run(session, console, checkpoints, watchdog, *begun).go(stop)
 
 
-def _begin(session: Session, console: Console) -> tuple[Any, Progress] | None:
-    """The state to go on from, and how far it is; None when the run is complete."""
+def _begin(session: Session, console: Console, stack: ExitStack) -> tuple[Any, Progress] | None:
+    """The state to go on from, and how far it is; None when the run is complete. stack: for the folder's lock."""
     config, folder, resume = session.config, session.folder, session.resume
-    whole = [] if resume.fresh else Checkpoints(folder.checkpoints).steps()
-    if not whole:
+    step = None if resume.fresh else newest(folder.checkpoints)
+    if step is None:
         agree("program and checkpoint", {"checkpoint": None, **program_facts(session)}, seconds=SLOWEST)
         say(console, opening(session))
         state, progress = session.first_state(), Progress()
+        stack.enter_context(folder.locked())
         folder.begin(config)
     else:
-        where = str(folder.checkpoints / str(whole[-1]))
-        found = describe(folder.checkpoints, whole[-1])
+        where = str(folder.checkpoints / str(step))
+        found = describe(folder.checkpoints, step)
         progress = check_notes(found.notes, config, session.corpus.digests, where, resume)
         if progress.step >= config.run.steps and folder.evaluated(progress.step):
             say(console, f"{folder.path} is complete, with {progress.step} steps; --fresh begins anew.")
             return None
         agree("program and checkpoint", {"checkpoint": progress.step, **program_facts(session)}, seconds=SLOWEST)
         say(console, opening(session))
-        restored = restore(folder.checkpoints, session.training, whole[-1], cast=resume.cast)
+        restored = restore(folder.checkpoints, session.training, step, cast=resume.cast)
         state = restored.state
+        stack.enter_context(folder.locked())
         missing = folder.go_on(config, progress.step)
         say(console, f"goes on after step {progress.step} of {config.run.steps}, from {where}")
         if restored.cast:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from jaxshard.train.config import Config, ConfigError, parse
+from jaxshard.train.description import CheckpointError, is_unfinished, some, steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,27 @@ def check_notes(
     if digests != list(corpus):
         raise ConfigError(f"{where} was trained on another corpus: its files had other tokens or sizes. {ways}")
     return progress
+
+
+def newest(checkpoints: Path) -> int | None:
+    """The step of the newest checkpoint; None where there is none, or one alone that was never finished.
+
+    Raises CheckpointError for what lies there besides: it may be a later checkpoint that is damaged.
+    """
+    whole = steps(checkpoints)
+    if not checkpoints.exists():
+        return None
+    if not checkpoints.is_dir():
+        raise CheckpointError(f"{checkpoints} is a file, and checkpoints go into a folder; move it away.")
+    names = {entry.name for entry in checkpoints.iterdir() if not is_unfinished(entry.name)}
+    others = sorted(names - set(map(str, whole)))
+    if others:
+        then = f"after step {whole[-1]}, the newest that is" if whole else "from step 0"
+        raise CheckpointError(
+            f"{checkpoints} holds {some(others)}, which is no whole checkpoint; move it away to go on {then}, or add "
+            "--fresh to begin anew."
+        )
+    return whole[-1] if whole else None
 
 
 FREE = ("mesh", "strategy")
