@@ -5,10 +5,13 @@ Oracle: the same run left alone. Its steps are such that saves, reports and eval
 
 import json
 import shutil
+import signal
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from several import Process, environment
 
 from jaxshard.cli import main
 from jaxshard.train import loop
@@ -254,3 +257,19 @@ def test_an_error_in_the_metrics_touches_nothing(config, alone, tmp_path, capsys
     assert train(config, folder) == 2
     assert "metrics.jsonl is not what a run wrote" in capsys.readouterr().err
     assert (folder / "metrics.jsonl").read_text() == "precious\n"
+
+
+def test_a_signal(config, tmp_path):
+    """In a process of its own: asked to stop, as by a scheduler, it saves and says so in one line."""
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "jaxshard", "train", config, "--run.dir", folder, "--run.steps", "100000"]
+    process = Process([*command, "--run.log_every", "1", "--run.eval_every", "0"], environment(8))
+    try:
+        process.expect("step 3/")
+        process.signal(signal.SIGTERM)
+        assert process.wait() == 0
+    finally:
+        process.end()
+    (saved,) = Checkpoints(folder / "checkpoints").steps()[-1:]
+    assert process.lines[-1] == f"stopped after step {saved} of 100000 and saved it; the same command goes on."
+    assert rows(folder)[-1]["step"] == describe(folder, saved).notes["progress"]["step"] == saved

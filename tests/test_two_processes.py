@@ -83,7 +83,7 @@ def test_two_processes_are_one():
         if strategy == "uneven":
             continue
         rows = [found[strategy].pop("rows") for found in two]
-        assert sorted(sum(rows, [])) == expected.pop("rows") == list(range(16)), "each row is read once"
+        assert sorted(rows[0] + rows[1]) == expected.pop("rows") == list(range(16)), "each row is read once"
         assert len(rows[0]) == len(rows[1]) == 8
         assert two[0][strategy] == two[1][strategy], "both know the same"
         for name in ("loss", "norm", "evaluated", "w"):
@@ -91,7 +91,5 @@ def test_two_processes_are_one():
         assert expected["norm"] > 1, "the clip clips"
         assert two[0][strategy]["again"] == 0
     assert one["ddp"]["loss"] != one["ddp"]["evaluated"]
-    assert "this process's 8 rows of a batch, x is float32[16,16], not float32[8,16]" in two[1]["uneven"].replace(
-        ", 1", ",1"
-    )
+    assert "this process's 8 rows of a batch, x is float32[16, 16], not float32[8, 16]" in two[1]["uneven"]
     assert "dp runs in one process only" in two[0]["dp"]
