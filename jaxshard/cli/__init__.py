@@ -8,6 +8,7 @@ from importlib.metadata import version
 
 from jaxshard.cli.checkpoint import checkpoint
 from jaxshard.cli.compare import compare
+from jaxshard.cli.launch import launch
 from jaxshard.cli.strategies import strategies
 from jaxshard.cli.train import train
 from jaxshard.train.config import ConfigError, unknown
@@ -15,6 +16,7 @@ from jaxshard.train.nonfinite import Diverged
 
 USAGE = """\
 usage: jaxshard train CONFIG [--KEY VALUE ...]          train the model of a TOML file
+       jaxshard launch --processes N --devices M CONFIG the same in N processes of this machine, with M devices each
        jaxshard compare CONFIG --target h100:64 [...]   compile it under every strategy, for GPUs that need not be there
        jaxshard strategies [--devices N] [--replica R]  compare the strategies' memory and traffic
        jaxshard checkpoint show|verify|export DIR [...] what a checkpoint holds; prove it whole; its parameters
@@ -23,7 +25,7 @@ usage: jaxshard train CONFIG [--KEY VALUE ...]          train the model of a TOM
 `jaxshard train CONFIG --help` lists every key, with its value in that file. Short names: --strategy NAME,
 --devices N (forced CPU devices), --steps N. `jaxshard compare --help` lists what can be compared."""
 
-COMMANDS = {"train": train, "compare": compare, "strategies": strategies, "checkpoint": checkpoint}
+COMMANDS = {"train": train, "launch": launch, "compare": compare, "strategies": strategies, "checkpoint": checkpoint}
 
 
 def main(args: Sequence[str] | None = None) -> int:
