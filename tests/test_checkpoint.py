@@ -130,6 +130,14 @@ def test_what_came_back_shares_no_memory(tmp_path):
         assert len({shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards}) == 8
 
 
+def test_whatever_mesh_is_set(tmp_path):
+    state = {**small(), "key": jax.random.key(1)}
+    with jax.set_mesh(jax.make_mesh((2, 4), ("a", "b"))):
+        restored = back(tmp_path, state)
+    assert restored["w"].sharding == state["w"].sharding
+    assert_same_bits(jax.tree.map(on_host, restored), jax.tree.map(on_host, state))
+
+
 def test_models_and_frozen_leaves(tmp_path):
     class Layer(eqx.Module):
         w: jax.Array

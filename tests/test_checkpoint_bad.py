@@ -160,7 +160,7 @@ def test_a_description_that_is_no_table(run):
         fails(run, "is no checkpoint of jaxshard", lambda: restore(run, shapes()))
 
 
-def test_steps_and_folders(run):
+def test_steps_and_folders(run, monkeypatch):
     folder = run / "checkpoints"
     fails(run, r"checkpoints has no checkpoint of step 15; it has 10, 20\.", lambda: restore(run, shapes(), 15))
     fails(run, r"20 is the checkpoint of step 20, and step 10 was asked for", lambda: describe(folder / "20", 10))
@@ -168,6 +168,14 @@ def test_steps_and_folders(run):
     for place in (run, folder, folder / "20"):
         assert restore(place, shapes()).step == describe(place).step == 20
     assert describe(folder, 10).step == describe(folder / "10", 10).step == 10
+    monkeypatch.chdir(folder / "10")
+    assert describe(".").step == describe("..", 10).step == 10
+    shutil.copytree(folder / "10", run / "best")
+    assert describe(run / "best").step == restore(run / "best", shapes(), 10).step == 10
+    fails(run, r"best is the checkpoint of step 10, and step 20 was asked for", lambda: describe(run / "best", 20))
+    for name in ("20.orbax-checkpoint-tmp", "20.deleted"):
+        shutil.copytree(folder / "20", folder / name)
+        fails(run, f"{name} was never finished, or its deletion was not", lambda name=name: describe(folder / name))
 
 
 def at(path: str, leaf: Any) -> dict[str, Any]:

@@ -171,3 +171,17 @@ def test_parts_in_each_others_place_are_seen():
     parts = [np.concatenate([x[4:], x[:4]]), x[:, ::-1], x.transpose(0, 2, 1), np.roll(x, 1, axis=2)]
     assert len({host_digest(y) for y in (x, *parts)}) == 5
     assert len({host_digest(np.ones((4, 4), np.float32) * n) for n in range(4)}) == 4
+
+
+def test_nothing_is_gathered():
+    x = jax.device_put(some((256, 1024)), NamedSharding(mesh_of(1, 8), P(None, "shard")))
+    with jax.numpy_rank_promotion("raise"):
+        compiled = module._sums.lower(x).compile()
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    assert text is not None
+    assert memory is not None
+    assert "all-reduce" in text
+    assert not any(kind in text for kind in ("all-gather", "all-to-all", "collective-permute"))
+    assert memory.argument_size_in_bytes == x.nbytes // 8
+    # The CPU compiler keeps both lanes of a device's part; that of GPUs fuses them into their sums.
+    assert memory.temp_size_in_bytes < 2.1 * x.nbytes // 8

@@ -25,6 +25,7 @@ import tensorstore as ts
 from jax.sharding import NamedSharding, Sharding
 
 from jaxshard.checks import whole_number
+from jaxshard.mesh import unplaced
 from jaxshard.specs import path_of
 from jaxshard.train.description import (
     DESCRIPTION,
@@ -72,6 +73,7 @@ class Checkpoints:
         """The steps of whole checkpoints, ascending."""
         return steps(self.folder)
 
+    @unplaced()
     def save(self, step: int, state: Any, notes: Mapping[str, Any]) -> None:
         """Begins to save, and returns when the state is copied: it may be given to the next step at once.
 

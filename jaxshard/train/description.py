@@ -105,12 +105,25 @@ def steps(folder: str | Path) -> list[int]:
 def find(folder: str | Path, step: int | None = None) -> Path:
     """The folder of one checkpoint: of this step, or the newest.
 
-    folder: of a run, of its checkpoints, or of one step. Raises CheckpointError if it is not there.
+    folder: of a run, of its checkpoints, or of one step (a copy may have any name). Raises CheckpointError if it is
+    not there.
     """
     folder = Path(folder)
-    if folder.name.isdecimal() and _described(folder).is_file():
-        if step not in (None, int(folder.name)):
-            raise CheckpointError(f"{folder} is the checkpoint of step {folder.name}, and step {step} was asked for.")
+    try:
+        return _found(folder, step)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {folder}: {error.strerror}.") from None
+
+
+def _found(folder: Path, step: int | None) -> Path:
+    name = folder.absolute().name
+    if is_unfinished(name):
+        raise CheckpointError(
+            f"{folder} was never finished, or its deletion was not. Use another step, if there is one."
+        )
+    if _described(folder).is_file():
+        if name.isdecimal() and step not in (None, int(name)):
+            raise CheckpointError(f"{folder} is the checkpoint of step {name}, and step {step} was asked for.")
         return folder
     within = all_in(folder)
     there = steps(within)
@@ -172,8 +185,11 @@ def describe(folder: str | Path, step: int | None = None) -> Description:
         )
     if body.pop("checksum", None) != _checksum(body):
         raise CheckpointError(f"checkpoint {found} is damaged: its description has another checksum. {_OTHERS}")
-    if body["step"] != int(found.name):
+    name = found.absolute().name
+    if name.isdecimal() and body["step"] != int(name):
         raise CheckpointError(f"checkpoint {found} was saved as step {body['step']}; give its folder that name back.")
+    if step not in (None, body["step"]):
+        raise CheckpointError(f"{found} is the checkpoint of step {body['step']}, and step {step} was asked for.")
     known = {name: value for name, value in body.items() if name not in ("format", "version", "leaves")}
     return Description(folder=found, leaves={path: _leaf(leaf) for path, leaf in body["leaves"].items()}, **known)
 

@@ -102,7 +102,7 @@ def _mixed(words: Sequence[Any], index: Sequence[Any], seed: Any) -> Any:
     for dim, along in enumerate(index):
         # Each dim by itself, so that an array of more than 2^32 elements has as many places.
         apart = _scrambled(along ^ np.uint32((SEEDS[0] + NEXT_DIM * (dim + 1)) % 2**32) ^ seed)
-        place = place + apart.reshape(-1, *(1,) * (len(index) - dim - 1))
+        place = place + apart.reshape(*(1,) * dim, -1, *(1,) * (len(index) - dim - 1))
     for word in words:
         place = _scrambled(place ^ word)
     return place

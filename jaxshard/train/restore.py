@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding
 
+from jaxshard.mesh import unplaced
 from jaxshard.specs import path_of
 from jaxshard.train.description import CheckpointError, Description, StoredLeaf, describe, some
 from jaxshard.train.digest import digests
@@ -28,6 +29,7 @@ class Restored:
     cast: tuple[str, ...]
 
 
+@unplaced()
 def restore(folder: str | Path, training: Any, step: int | None = None, *, cast: Sequence[str] = ()) -> Restored:
     """The state of a checkpoint, exactly as it was, on the devices of a training: any strategy, mesh and memory.
 
