@@ -74,6 +74,11 @@ def test_what_the_formats_own_reader_finds(run, tmp_path, source):
     with safe_open(path, framework="numpy") as file:
         assert file.metadata() == {"format": "pt"}
     assert os.listdir(tmp_path) == ["model.safetensors"]
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    for name, entry in json.loads(data[8:start]).items():
+        if name != "__metadata__":
+            assert (start + entry["data_offsets"][0]) % found[name].itemsize == 0, f"{name} is not aligned"
 
 
 def test_live_and_stored_are_the_same_file(run, tmp_path):

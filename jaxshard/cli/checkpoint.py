@@ -87,7 +87,9 @@ def _print(found: Description) -> None:
     print(f"{found.folder}: step {found.step}, {len(found.leaves)} leaves, {_size(found.bytes)}")
     print(f"saved from {mesh}, by {processes}, with jaxshard {found.jaxshard} and jax {found.jax}")
     print(f"notes: {', '.join(found.notes) or 'none'} (--json prints them)")
-    print(f"whole checkpoints there: {', '.join(map(str, steps(found.folder.parent)))}\n")
+    if found.step in (beside := steps(found.folder.absolute().parent)):
+        print(f"whole checkpoints there: {', '.join(map(str, beside))}")
+    print()
     rows = [("leaf", "array", "split over", "memory")]
     rows += [(path, str(leaf), _split(leaf.spec), leaf.memory) for path, leaf in found.leaves.items()]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
