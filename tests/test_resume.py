@@ -199,7 +199,9 @@ def test_another_configuration_is_refused_until_it_is_allowed(config, alone, tmp
     assert err.count("\n") == 1
     assert left(folder) == before
     assert train(config, folder, *longer, "--changed") == 0
-    assert "goes on after step 9 of 10" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "goes on after step 9 of 10" in out
+    assert "it was trained with optimizer.learning_rate = 0.003, now 0.001; run.steps = 9, now 10" in out
     assert [row["step"] for row in rows(folder) if "loss" in row] == list(range(1, 11))
 
 
@@ -210,7 +212,7 @@ def test_another_corpus_is_refused(config, tmp_path, capsys):
     assert train(config, tmp_path / "run", *args) == 0
     text.write_bytes(python_documentation()[1:20_001])
     assert train(config, tmp_path / "run", *args) == 2
-    assert "was trained on another corpus" in capsys.readouterr().err
+    assert "was trained with another corpus: its files had other tokens or sizes" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

@@ -55,7 +55,7 @@ def _begin(session: Session, console: Console, stack: ExitStack) -> tuple[Any, P
     else:
         where = str(folder.checkpoints / str(step))
         found = describe(folder.checkpoints, step)
-        progress = check_notes(found.notes, config, session.corpus.digests, where, resume)
+        progress, changes = check_notes(found.notes, config, session.corpus.digests, where, resume)
         if progress.step >= config.run.steps and folder.evaluated(progress.step):
             say(console, f"{folder.path} is complete, with {progress.step} steps; --fresh begins anew.")
             return None
@@ -66,6 +66,8 @@ def _begin(session: Session, console: Console, stack: ExitStack) -> tuple[Any, P
         stack.enter_context(folder.locked())
         missing = folder.go_on(config, progress.step)
         say(console, f"goes on after step {progress.step} of {config.run.steps}, from {where}")
+        if changes:
+            say(console, f"it was trained with {'; '.join(changes)}")
         if restored.cast:
             say(console, f"cast from another dtype: {', '.join(restored.cast)}")
         if missing:

@@ -43,8 +43,9 @@ def notes(config: Config, corpus: Sequence[str], progress: Progress) -> dict[str
 
 def check_notes(
     found: Mapping[str, Any], config: Config, corpus: Sequence[str], where: str, resume: Resume
-) -> Progress:
-    """How far the run of a checkpoint was. Raises ConfigError if this configuration would not have led there."""
+) -> tuple[Progress, tuple[str, ...]]:
+    """How far the run of a checkpoint was, and what has changed since. Raises ConfigError if a change is not allowed:
+    this configuration would not have led there."""
     try:
         saved, progress = parse(Config, dict(found["config"])), Progress(**found["progress"])
         digests = list(found["corpus"])
@@ -53,19 +54,18 @@ def check_notes(
             f"{where} was not written by this version of jaxshard train ({' '.join(str(error).split())}); name another "
             "run.dir, or add --fresh."
         ) from None
-    if resume.changed:
-        return progress
-    ways = "Add --changed to go on all the same, or --fresh to begin anew; or name another run.dir."
+    now = _deciding(config)
     changes = [
-        f"{key} = {before!r}, now {now!r}"
-        for (key, before), now in zip(_deciding(saved).items(), _deciding(config).values(), strict=True)
-        if before != now
+        f"{key} = {before!r}, now {now[key]!r}" for key, before in _deciding(saved).items() if before != now[key]
     ]
-    if changes:
-        raise ConfigError(f"{where} was trained with {'; '.join(changes)}. {ways}")
     if digests != list(corpus):
-        raise ConfigError(f"{where} was trained on another corpus: its files had other tokens or sizes. {ways}")
-    return progress
+        changes.append("another corpus: its files had other tokens or sizes")
+    if changes and not resume.changed:
+        raise ConfigError(
+            f"{where} was trained with {'; '.join(changes)}. Add --changed to go on all the same, or --fresh to begin "
+            "anew; or name another run.dir."
+        )
+    return progress, tuple(changes)
 
 
 def newest(checkpoints: Path) -> int | None:
@@ -89,8 +89,8 @@ def newest(checkpoints: Path) -> int | None:
     return whole[-1] if whole else None
 
 
-FREE = ("mesh", "strategy")
-"""Sections that do not decide what a run computes: any checkpoint fits any mesh."""
+FREE = ("mesh", "strategy", "model.remat", "model.attention", "model.loss_chunk")
+"""Sections and keys that do not decide what a run computes but for rounding: any checkpoint fits any mesh."""
 DECIDING = ("steps", "accumulate", "seed", "skip_nonfinite")
 """Keys of the section `run` that do."""
 
@@ -100,4 +100,5 @@ def _deciding(config: Config) -> dict[str, Any]:
     sections = json.loads(json.dumps(asdict(config)))
     run = {key: sections["run"][key] for key in DECIDING}
     kept = {name: table for name, table in sections.items() if name not in FREE} | {"run": run}
-    return {f"{name}.{key}": value for name, table in kept.items() for key, value in table.items()}
+    keys = {f"{name}.{key}": value for name, table in kept.items() for key, value in table.items()}
+    return {key: value for key, value in keys.items() if key not in FREE}
