@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from jaxshard.cli.options import override
-from jaxshard.train.config import ConfigError, load, unknown
+from jaxshard.train.config import ConfigError, load
 from jaxshard.train.launch import launch as run
 
 
@@ -70,7 +70,10 @@ def _apart(args: list[str]) -> tuple[list[str], str | None, list[str]]:
             if left and not equals and one not in ("-h", "--help", "--gpu", "--no-gpu"):
                 ours.append(left.pop(0))
         elif config is None and one.startswith("-"):
-            raise ConfigError(unknown(name, _names(), "keys of the file come after it."))
+            known = ", ".join("--" + field.name.replace("_", "-") for field in fields(LaunchOptions))
+            raise ConfigError(
+                f"{one} before the TOML file is no option of launch, which are {known}; keys of the file come after it."
+            )
         elif config is None:
             config = one
         else:

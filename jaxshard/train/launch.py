@@ -6,6 +6,7 @@ For several machines, their scheduler does this: `srun`, `mpirun`, a Kubernetes 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import BinaryIO, TextIO
@@ -29,8 +30,12 @@ SETTLE = 0.2
 """Seconds after a death in which others may turn out to have died before it."""
 MISTAKE = 2
 """The exit code of a mistake in what was asked; to start again would not help."""
-NOISE = b"[Gloo] Rank "
-"""What the CPU collectives print on stdout about each connection."""
+NOISE = re.compile(
+    rb"(\[Gloo\] Rank |\d+| is connected to | ?peer ranks\. |Expected number of connected peer ranks is : |\s)+"
+)
+"""What the CPU collectives print on stdout about each connection; those of several devices run into each other."""
+
+_printing = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,10 +206,13 @@ class _Child:
 def _pass_on(stream: BinaryIO, to: TextIO, prefix: str, said: deque[str]) -> None:
     with stream:
         for line in stream:
-            if not line.startswith(NOISE):
-                text = line.decode(errors="replace").rstrip("\n")
-                said.append(text)
-                print(f"{prefix}{text}", file=to, flush=True)
+            if (b"Rank" in line or b"ranks" in line) and NOISE.fullmatch(line):
+                continue
+            text = line.decode(errors="replace").rstrip("\n")
+            said.append(text)
+            with _printing, suppress(OSError, ValueError):  # if nobody reads any more, the process must not wait
+                to.write(f"{prefix}{text}\n")
+                to.flush()
 
 
 def _joining(count: int) -> Callable[[int], Mapping[str, str]]:
