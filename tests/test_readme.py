@@ -28,13 +28,26 @@ def test_the_example_with_ones_own_loss_trains(tmp_path, capsys):
     assert left["state"].step == 100
 
 
+def test_a_loop_of_ones_own_saves_and_goes_on(tmp_path, monkeypatch):
+    """Twice: the second time there is nothing left to do but to read the last state."""
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "example.py"
+    script.write_text(_code()[0] + _code()[2])
+    first = runpy.run_path(str(script))
+    assert first["checkpoints"].steps() == [50, 100]
+    second = runpy.run_path(str(script))
+    assert second["step"] == second["found"].step == 100
+    assert second["found"].notes == {"seen": 51200}
+    assert int(second["state"].step) == int(first["state"].step) == 200
+
+
 def _code() -> list[str]:
-    """The README's programs: an example that trains, a function for `compare`."""
+    """The README's programs: an example that trains, a function for `compare`, a loop that goes on with the first."""
     return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
 
 
 def test_the_function_for_compare_is_one(tmp_path):
-    _, code = _code()
+    code = _code()[1]
     script = tmp_path / "mine.py"
     script.write_text(code)
     build = runpy.run_path(str(script))["build"]
