@@ -295,6 +295,34 @@ def test_killed_in_the_middle_of_a_save(tmp_path, moment):
     assert_same_bits(restore(tmp_path, shapes_of(state)).state, {"w": state["w"] + 2})
 
 
+ENDED = """
+import sys, threading
+from concurrent.futures import ThreadPoolExecutor
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from jaxshard.train.checkpoint import Checkpoints
+
+def at_the_end(*args):
+    threading.main_thread().join()
+    while True:
+        try:
+            ThreadPoolExecutor(1).submit(int).result()
+        except RuntimeError:  # Python starts no more work
+            return save(*args)
+
+save, ocp.JsonCheckpointHandler.finalize = ocp.JsonCheckpointHandler.finalize, at_the_end
+checkpoints = Checkpoints(sys.argv[1])
+checkpoints.save(1, {"w": jnp.arange(64.0)}, {})
+"""
+
+
+def test_a_program_that_ends_during_a_save_says_so(tmp_path):
+    run = subprocess.run([sys.executable, "-c", ENDED, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    end = "the program ended before it was written; call close, or use Checkpoints in a `with`."
+    assert run.stderr.splitlines()[-1] == f"jaxshard: step 1 could not be saved in {tmp_path}: {end}"
+    assert steps(tmp_path) == []
+
+
 def test_making_and_looking_write_nothing(tmp_path):
     checkpoints = Checkpoints(tmp_path / "run")
     assert checkpoints.steps() == steps(tmp_path / "run") == []

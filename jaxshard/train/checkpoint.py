@@ -11,8 +11,10 @@ import logging
 import operator
 import os
 import shutil
+import sys
 import threading
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -55,8 +57,8 @@ class Checkpoints:
     newest stay; older ones are deleted once a newer one is whole. keep_every: those whose step it divides stay for
     good; 0 keeps none but the last.
 
-    With several processes each makes this object and calls its methods alike. Use it in a `with`, or call `close`:
-    a program that ends during a save leaves an unfinished folder, which is never read and is cleared by later saves.
+    With several processes each makes this object and calls its methods alike. Use it in a `with`, or call `close`: a
+    program that ends during a save says that it has failed. What it leaves is never read, and later saves clear it.
     """
 
     def __init__(self, folder: str | Path, *, keep_last: int = 2, keep_every: int = 0):
@@ -67,7 +69,8 @@ class Checkpoints:
         self._keep_every = keep_every
         self._saver: ocp.AsyncCheckpointer | None = None
         self._finishing: threading.Thread | None = None
-        self._error: CheckpointError | None = None
+        self._errors: list[CheckpointError] = []
+        weakref.finalize(self, _last_words, self._errors)
 
     def steps(self) -> list[int]:
         """The steps of whole checkpoints, ascending."""
@@ -117,9 +120,8 @@ class Checkpoints:
         if self._finishing is not None:
             self._finishing.join()
             self._finishing = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        if self._errors:
+            raise self._errors.pop()
 
     def close(self) -> None:
         """Waits as `wait` does, and ends the threads."""
@@ -146,7 +148,7 @@ class Checkpoints:
                 finally:  # every process finds the same folder after `wait`
                     ocp.multihost.get_barrier_sync_fn()(key=f"jaxshard saved step {step}", timeout_ms=PATIENCE_MS)
         except CheckpointError as error:
-            self._error = error
+            self._errors.append(error)
 
     @contextmanager
     def _failing(self, step: int) -> Iterator[None]:
@@ -172,6 +174,12 @@ class Checkpoints:
                 shutil.rmtree(entry)
 
 
+def _last_words(errors: Sequence[CheckpointError]) -> None:
+    """At the end of the program, or of its `Checkpoints`: what failed and was not raised."""
+    for error in errors:
+        print(f"jaxshard: {error}", file=sys.stderr)
+
+
 def _saver() -> ocp.AsyncCheckpointer:
     handler = ocp.CompositeCheckpointHandler(
         **{STATE: ocp.PyTreeCheckpointHandler(), DESCRIPTION: ocp.JsonCheckpointHandler()}
@@ -183,6 +191,8 @@ def _saver() -> ocp.AsyncCheckpointer:
 def _why(error: BaseException) -> str:
     """The system's own words where there are some, and otherwise the beginning of the message."""
     text = system_error(error) or " ".join(str(error).split()) or type(error).__name__
+    if text.startswith("cannot schedule new futures"):
+        return "the program ended before it was written; call close, or use Checkpoints in a `with`"
     return text[:200].rstrip(" .")
 
 
