@@ -319,7 +319,7 @@ checkpoints.save(1, {"w": jnp.arange(64.0)}, {})
 def test_a_program_that_ends_during_a_save_says_so(tmp_path):
     run = subprocess.run([sys.executable, "-c", ENDED, str(tmp_path)], capture_output=True, text=True, timeout=120)
     end = "the program ended before it was written; call close, or use Checkpoints in a `with`."
-    assert run.stderr.splitlines()[-1] == f"jaxshard: step 1 could not be saved in {tmp_path}: {end}"
+    assert f"jaxshard: step 1 could not be saved in {tmp_path}: {end}" in run.stderr.splitlines()
     assert steps(tmp_path) == []
 
 
