@@ -358,6 +358,7 @@ def donated() -> dict[str, jax.Array]:
             lambda: {"w": jnp.ones(4, jnp.uint4)},
             "w of the state is uint4, which zarr does not store; use int8 or uint8",
         ),
+        (lambda: {"keys": jax.random.split(jax.random.key(0), 0)}, "keys of the state is an array of no PRNG keys"),
         (lambda: {"none": None, "empty": jnp.zeros((0, 3))}, "the state has no elements"),
     ],
 )

@@ -228,6 +228,8 @@ def _by_path(state: Any) -> dict[str, jax.Array]:
             raise CheckpointError(f"{path} of the state was donated to a step; save the state that the step returned.")
         if x.is_fully_addressable and jax.process_count() > 1:
             raise CheckpointError(f"{path} of the state lies in one process alone; make it an array over the mesh.")
+        if not x.size and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            raise CheckpointError(f"{path} of the state is an array of no PRNG keys; leave it out.")
         if not _storable(x):
             raise CheckpointError(f"{path} of the state is {x.dtype}, which zarr does not store; use int8 or uint8.")
         arrays[path] = x

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jax import lax
 
@@ -120,7 +119,7 @@ def _bits(dtype: Any) -> int:
         return 8
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.iinfo(dtype).bits
-    return ml_dtypes.finfo(dtype).bits
+    return jnp.finfo(dtype).bits
 
 
 def _device_words(x: jax.Array) -> list[jax.Array]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,13 +128,11 @@ def verify(folder: str | Path, step: int | None = None) -> Verified:
     Raises CheckpointError if there is no such checkpoint, or its description is damaged.
     """
     description = describe(folder, step)
-    faults = dict(_faults(description, description.leaves))
-    return Verified(description=description, faults=faults)
+    return Verified(description=description, faults=dict(_faults(description)))
 
 
-def _faults(description: Description, paths: Iterable[str]) -> Iterator[tuple[str, str]]:
-    for path in paths:
-        leaf = description.leaves[path]
+def _faults(description: Description) -> Iterator[tuple[str, str]]:
+    for path, leaf in description.leaves.items():
         try:
             data = read_whole(description, path)
         except Unreadable as error:

@@ -60,8 +60,8 @@ def export(
     """Writes parameters as safetensors. Returns the files.
 
     source: a checkpoint (the folder of a run, of its checkpoints, or of one step; `step` chooses), read with no device;
-    or parameters, a pytree of JAX arrays such as ``state.params``, which all processes pass and the first one writes
-    (the others return before it has).
+    or parameters, a pytree of JAX arrays such as ``state.params``. With several processes all of them call this, and
+    the first one writes (the others return before it has).
     path: ``NAME.safetensors``. What is larger than `max_bytes` goes to ``NAME-00001-of-00003.safetensors`` and so on,
     with an index ``NAME.safetensors.index.json``. dtype: of the float leaves; None keeps what they have.
 
@@ -79,18 +79,16 @@ def export(
     _check_names([weight.name for weight in weights])
     parts = _parts(weights, max_bytes)
     stem = path.name.removesuffix(SUFFIX)
-    names = (
-        [path.name] if len(parts) == 1 else [f"{stem}-{i + 1:05}-of-{len(parts):05}{SUFFIX}" for i in range(len(parts))]
-    )
-    files = [path.with_name(name) for name in names]
+    files = [path.with_name(f"{stem}-{i:05}-of-{len(parts):05}{SUFFIX}") for i in range(1, len(parts) + 1)]
+    files = [path] if len(parts) == 1 else files
     index = path.with_name(stem + INDEX)
+    if jax.distributed.is_initialized() and jax.process_index() > 0:
+        for weight in (weight for part in parts for weight in part if not on_disk):
+            weight.fetch()  # all processes bring a leaf to the host, the first one writes it
+        return files
     there = [file for file in (path, index, *files) if file.exists()]
     if there:
         raise CheckpointError(f"{there[0]} is there already; delete it, or choose another name.")
-    if not on_disk and jax.process_index() > 0:
-        for weight in (weight for part in parts for weight in part):
-            weight.fetch()  # all processes bring a leaf to the host, one of them writes it
-        return files
     try:
         _write(files, parts, index)
     except OSError as error:
@@ -107,7 +105,7 @@ def _write(files: Sequence[Path], parts: Sequence[Sequence[Weight]], index: Path
             with made[file].open("wb") as out:
                 out.write(_header(part))
                 for weight in part:
-                    out.write(np.ascontiguousarray(weight.fetch()).tobytes())
+                    out.write(np.ascontiguousarray(weight.fetch()).reshape(-1).view(np.uint8).data)
                 out.flush()
                 os.fsync(out.fileno())
         if len(files) > 1:
