@@ -45,7 +45,6 @@ from jaxshard.train.stored import Verified, system_error, verify
 
 __all__ = ["CheckpointError", "Checkpoints", "Description", "Restored", "Verified", "describe", "restore", "verify"]
 
-
 PATIENCE_MS = 1_200_000
 """How long a process waits for the others to delete and to write: orbax's own 20 minutes."""
 
@@ -159,19 +158,17 @@ class Checkpoints:
             raise CheckpointError(f"step {step} could not be saved in {self.folder}: {_why(error)}.") from error
 
     def _prune(self) -> None:
-        """Deletes checkpoints that are not to be kept, and what unfinished saves left."""
-        there = self.steps()
-        kept = {
-            *there[-self._keep_last :],
-            *(step for step in there if self._keep_every and step % self._keep_every == 0),
-        }
-        for step in there:
-            if step not in kept:
-                # Under another name first: one that is half deleted is never seen as a checkpoint.
-                os.rename(self.folder / str(step), self.folder / f"{step}.deleted")
+        """Deletes what unfinished saves left, and checkpoints that are not to be kept."""
         for entry in self.folder.iterdir():
             if is_unfinished(entry.name):
                 shutil.rmtree(entry)
+        there = self.steps()
+        kept = there[-self._keep_last :] + [step for step in there if self._keep_every and step % self._keep_every == 0]
+        for step in set(there).difference(kept):
+            # Under another name first: one that is half deleted is never seen as a checkpoint.
+            deleted = self.folder / f"{step}.deleted"
+            os.rename(self.folder / str(step), deleted)
+            shutil.rmtree(deleted)
 
 
 def _last_words(errors: Sequence[CheckpointError]) -> None:
