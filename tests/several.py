@@ -42,13 +42,14 @@ def free_port() -> int:
 class Process:
     """A process whose lines of output can be waited for."""
 
-    def __init__(self, command: Sequence[str | Path], environment: Mapping[str, str]):
+    def __init__(self, command: Sequence[str | Path], environment: Mapping[str, str], folder: Path | None = None):
         self.lines: list[str] = []
         self._queue: Queue[str | None] = Queue()
         self._ended = False
         self._process = subprocess.Popen(
             list(map(str, command)),
             env=environment,
+            cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -107,26 +108,23 @@ class Process:
 
 @contextmanager
 def processes(
-    command: Sequence[str | Path], *, count: int = 2, devices: int = 4, **more: str
+    command: Sequence[str | Path] | Sequence[Sequence[str]],
+    *,
+    count: int = 2,
+    devices: int = 4,
+    folders: Sequence[Path] | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[list[Process]]:
     """`count` processes of one job with `devices` CPU devices each, under way; at the end those left are ended.
 
-    more: variables of their environment.
+    command: one for all, or one for each. folders: where each runs. variables: of their environment.
     """
-    address = f"127.0.0.1:{free_port()}"
-    job = [
-        Process(
-            command,
-            environment(
-                devices,
-                JAX_COORDINATOR_ADDRESS=address,
-                JAX_NUM_PROCESSES=str(count),
-                JAX_PROCESS_ID=str(i),
-                **more,
-            ),
-        )
-        for i in range(count)
-    ]
+    common = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": str(count)}
+    job = []
+    for i in range(count):
+        own = command if isinstance(command[0], str | Path) else command[i]
+        given = environment(devices, **common, JAX_PROCESS_ID=str(i), **(variables or {}))
+        job.append(Process(own, given, folders[i] if folders else None))  # pyright: ignore[reportArgumentType]
     try:
         yield job
     finally:
@@ -141,5 +139,5 @@ def script(text: str, *args: str) -> list[str]:
 
 def run(text: str, *args: str, count: int = 2, devices: int = 4, **more: str) -> list[tuple[int, str]]:
     """Runs a Python text in `count` processes, to its end; (exit code, output) of each."""
-    with processes(script(text, *args), count=count, devices=devices, **more) as job:
+    with processes(script(text, *args), count=count, devices=devices, variables=more) as job:
         return [(one.wait(), one.out) for one in job]
