@@ -373,6 +373,9 @@ def test_a_state_that_cannot_be_stored(tmp_path, state, message):
 def test_choices_are_checked(tmp_path):
     with pytest.raises(ValueError, match="keep_last=0"):
         Checkpoints(tmp_path, keep_last=0)
+    for name in ("a[1]", "a*", "a?", "a\\b"):  # orbax would write checkpoints without their arrays
+        with pytest.raises(CheckpointError, match=r"in its path, which orbax takes for a pattern"):
+            Checkpoints(tmp_path / name / "run")
     with pytest.raises(ValueError, match="keep_every=-1"):
         Checkpoints(tmp_path, keep_every=-1)
     with Checkpoints(tmp_path) as checkpoints:
@@ -396,6 +399,13 @@ def test_the_description_is_plain_json(tmp_path):
     kinds = {path: (leaf["dtype"], leaf["shape"], leaf["spec"]) for path, leaf in found["leaves"].items()}
     assert kinds == {"key": ("key<fry>", [], None), "w": ("float32", [16, 8], ["shard"])}
     assert [leaf["digest"] for leaf in found["leaves"].values()] == digests([state["key"], state["w"]])
+
+
+def test_notes_come_back_as_json_has_them(tmp_path):
+    """Numbers are sorted in another order than the strings that they come back as, and the checksum must not see it."""
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, small(), {"losses": {1: 0.5, 10: 0.25, 2: (3, 4)}})
+    assert describe(tmp_path).notes == {"losses": {"1": 0.5, "10": 0.25, "2": [3, 4]}}
 
 
 def test_reading_needs_no_device(tmp_path):

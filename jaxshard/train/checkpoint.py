@@ -47,6 +47,8 @@ __all__ = ["CheckpointError", "Checkpoints", "Description", "Restored", "Verifie
 
 PATIENCE_MS = 1_200_000
 """How long a process waits for the others to delete and to write: orbax's own 20 minutes."""
+PATTERN = "*?[\\"
+"""What a path of checkpoints may not have: orbax would write them without their arrays."""
 
 
 class Checkpoints:
@@ -54,7 +56,7 @@ class Checkpoints:
 
     folder: on a local disk, or on one that all processes share; made at the first save. keep_last: how many of the
     newest stay; older ones are deleted once a newer one is whole. keep_every: those whose step it divides stay for
-    good; 0 keeps none but the last.
+    good; 0 keeps none but the last. Raises CheckpointError for a path that orbax cannot write to.
 
     With several processes each makes this object and calls its methods alike. Use it in a `with`, or call `close`: a
     program that ends during a save says that it has failed. What it leaves is never read, and later saves clear it.
@@ -62,6 +64,12 @@ class Checkpoints:
 
     def __init__(self, folder: str | Path, *, keep_last: int = 2, keep_every: int = 0):
         self.folder = Path(folder).absolute()
+        special = [one for one in PATTERN if one in str(self.folder)]
+        if special:
+            raise CheckpointError(
+                f"{self.folder} has a {special[0]} in its path, which orbax takes for a pattern when it puts a checkpoint "
+                "together; choose another folder."
+            )
         self._keep_last = whole_number("keep_last", keep_last, "how many of the newest checkpoints stay")
         if keep_every:
             whole_number("keep_every", keep_every, "the steps between two checkpoints that stay, or 0")
@@ -81,7 +89,7 @@ class Checkpoints:
 
         step: later than all that are there. state: a pytree of JAX arrays of any sharding and memory kind, such as a
         `TrainState`. notes: what else the run needs (its configuration, its position in the data), as JSON: tuples come
-        back as lists. Of several processes' notes, the first one's are kept.
+        back as lists, and keys as strings. Of several processes' notes, the first one's are kept.
 
         Raises CheckpointError if this step or a later one is there, if the save before this one failed, and for a
         folder that cannot be written or a state that cannot be stored; TypeError or ValueError for notes that are no
@@ -98,7 +106,7 @@ class Checkpoints:
                 f"step {later[-1]}, or save into another folder."
             )
         arrays = _by_path(state)
-        json.dumps(notes, allow_nan=False)
+        notes = json.loads(json.dumps(notes, allow_nan=False))  # as they come back, or the checksum would not agree
         description = _description(self.folder / str(step), step, arrays, notes).to_json()
         stored = {path: _data(x) for path, x in arrays.items() if x.size}
         with _quiet(), self._failing(step):
