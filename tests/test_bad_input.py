@@ -143,6 +143,19 @@ def metrics_of_another(here: Path) -> None:
     (here / "run" / "metrics.jsonl").write_text("precious\n")
 
 
+def metrics_without_steps(here: Path) -> None:
+    (here / "run" / "metrics.jsonl").write_text('{"precious": 1}\n')
+
+
+def metrics_of_bytes(here: Path) -> None:
+    (here / "run" / "metrics.jsonl").write_bytes(b"\xff\xfe\n")
+
+
+def metrics_in_a_folder(here: Path) -> None:
+    (here / "run" / "metrics.jsonl").unlink()
+    (here / "run" / "metrics.jsonl").mkdir()
+
+
 DAMAGED: list[tuple[Callable[[Path], None], str]] = [
     (flipped, "run/checkpoints/6 is damaged: "),
     (truncated, "run/checkpoints/6 is damaged: "),
@@ -158,6 +171,9 @@ DAMAGED: list[tuple[Callable[[Path], None], str]] = [
     (foreign, "holds model.bin, which is no whole checkpoint"),
     (a_file, "run/checkpoints is a file, and checkpoints go into a folder"),
     (metrics_of_another, "run/metrics.jsonl is not what a run wrote"),
+    (metrics_without_steps, "run/metrics.jsonl is not what a run wrote"),
+    (metrics_of_bytes, "run/metrics.jsonl is not what a run wrote"),
+    (metrics_in_a_folder, "cannot read run/metrics.jsonl: Is a directory."),
 ]
 
 
@@ -181,6 +197,11 @@ OTHERS = [
     (["--optimizer.name", "sgd", *CHANGED], "does not fit: 58 leaves differ: opt/0/trace/blocks/attention/key/bias"),
     (["--precision.params", "bfloat16", *CHANGED], "bfloat16[2,16] here"),
     (["--precision.compute", "float16", *CHANGED], "scale/scale (float32[]) is not in it"),
+    (
+        ["--run.weights", "good.safetensors"],
+        "was trained with run.weights = None, now 'good.safetensors'. Add --changed",
+    ),
+    (["--run.dir", "run[1]"], "run[1]/checkpoints has a [ in its path, which orbax takes for a pattern"),
     (["--cast", "params/heads/*"], "cast 'params/heads/*' matches no leaf"),
     (["--fresh", "yes"], "yes"),
     (["--chagned"], "unknown key chagned; did you mean changed?"),

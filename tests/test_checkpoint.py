@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -203,6 +204,19 @@ def test_keep(tmp_path):
         assert sorted(os.listdir(tmp_path / name)) == sorted(map(str, kept[name]))
     assert kept == {"last": [8, 9, 10], "every": [4, 8, 10]}
     assert_same_bits(restore(tmp_path / "every", shapes_of(small()), 4).state, small(4))
+
+
+def test_links_among_checkpoints(tmp_path):
+    """An old one that was moved to another disk: the link goes, what it leads to stays; other names stay as well."""
+    with Checkpoints(tmp_path / "run", keep_last=1) as checkpoints:
+        checkpoints.save(1, small(), {})
+        checkpoints.wait()
+        shutil.move(tmp_path / "run" / "1", tmp_path / "elsewhere")
+        (tmp_path / "run" / "1").symlink_to(tmp_path / "elsewhere")
+        (tmp_path / "run" / "0.deleted-by-me").mkdir()
+        checkpoints.save(2, small(), {})
+    assert sorted(os.listdir(tmp_path / "run")) == ["0.deleted-by-me", "2"]
+    assert describe(tmp_path / "elsewhere").step == 1
 
 
 def test_the_state_may_be_donated_at_once(tmp_path):

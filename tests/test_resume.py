@@ -11,12 +11,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from disk import files_of_at_most
 from several import Process, environment
 
 from jaxshard.cli import main
 from jaxshard.train import loop
 from jaxshard.train.checkpoint import Checkpoints, describe
+from jaxshard.train.config import Config, ConfigError
 from jaxshard.train.data import python_documentation
+from jaxshard.train.description import steps
+from jaxshard.train.folder import RunFolder
+from jaxshard.train.session import Session
 from jaxshard.train.stop import Stop
 
 CONFIG = """
@@ -170,6 +175,31 @@ def test_metrics_that_lack_steps_are_told_of(config, alone, tmp_path, capsys):
     assert [row["step"] for row in rows(folder) if "loss" in row] == [7, 8, 9]
 
 
+def test_metrics_that_are_lost_after_the_last_step(config, alone, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(alone, folder)
+    (folder / "metrics.jsonl").unlink()
+    assert train(config, folder) == 0
+    assert rows(folder) == rows(alone)[-1:], "the last look at the held-out part is made again"
+    assert f"after 9 steps: held-out loss {rows(alone)[-1]['held_out_loss']:.5f}" in capsys.readouterr().out
+
+
+def test_fewer_steps_than_were_made(config, alone, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(alone, folder)
+    for step in ("6", "9"):
+        shutil.rmtree(folder / "checkpoints" / step)
+    assert train(config, folder, "--changed", "--run.steps", "2") == 0
+    assert f"{folder} is complete, with 3 steps" in capsys.readouterr().out
+
+
+def test_what_lies_hidden_among_checkpoints_is_no_matter(config, alone, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(alone, folder)
+    (folder / "checkpoints" / ".nfs0001").write_text("")
+    assert train(config, folder) == 0
+
+
 def test_a_complete_run_is_left_as_it_is(config, alone, tmp_path, capsys):
     folder = tmp_path / "run"
     shutil.copytree(alone, folder)
@@ -186,6 +216,58 @@ def test_fresh_begins_anew_and_keeps_what_was_there(config, alone, tmp_path):
     assert (folder / "metrics.jsonl").read_bytes() != (alone / "metrics.jsonl").read_bytes()
     assert Checkpoints(folder / "checkpoints.1").steps() == [3, 6, 9]
     assert json.loads((folder / "config.1.json").read_text())["run"]["seed"] == 0
+
+
+@pytest.mark.parametrize("renamed", [0, 1, 2, 3])
+def test_dead_while_it_keeps_what_was_there(tmp_path, monkeypatch, renamed):
+    """Whatever the moment, the next start ends it: all that a run left has one number."""
+    for name in ("metrics.1.jsonl", "config.1.json"):  # of a run that died before its first checkpoint
+        (tmp_path / name).write_text("older")
+    for name in ("metrics.jsonl", "config.json"):
+        (tmp_path / name).write_text("old")
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "old").write_text("")
+    whole, calls = Path.rename, []
+
+    def rename(self, target):
+        calls.append(self)
+        if len(calls) > renamed:
+            raise Died
+        return whole(self, target)
+
+    folder = RunFolder(tmp_path, writes=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", rename)
+        patch.setattr(Path, "replace", rename)
+        with pytest.raises(Died):
+            folder.begin(Config())
+    assert steps(folder.checkpoints) == []
+    folder.begin(Config())
+    assert files(tmp_path / "checkpoints.2") == ["old"]
+    assert [(tmp_path / name).read_text() for name in ("metrics.2.jsonl", "config.2.json")] == ["old", "old"]
+    assert (tmp_path / "metrics.1.jsonl").read_text() == "older"
+    assert len(files(tmp_path)) == 6
+
+
+def test_a_full_disk_keeps_what_was_there(alone, tmp_path):
+    folder = RunFolder(Path(shutil.copytree(alone, tmp_path / "run")), writes=True)
+    for change in (lambda: folder.begin(Config()), lambda: folder.go_on(Config(), 3)):
+        with files_of_at_most(10), pytest.raises(ConfigError, match=r"cannot write to run\.dir = .*: File too large"):
+            change()
+        assert left(folder.path) == left(alone)
+
+
+def test_a_run_that_ended_while_this_one_began(config, alone, tmp_path, monkeypatch, capsys):
+    folder, whole = tmp_path / "run", Session.first_state
+
+    def first_state(self):
+        shutil.copytree(alone, folder)
+        return whole(self)
+
+    monkeypatch.setattr(Session, "first_state", first_state)
+    assert train(config, folder) == 2
+    assert f"another run was at work in run.dir = {folder} just now; give the command again" in capsys.readouterr().err
+    assert left(folder) == left(alone)
 
 
 def test_another_configuration_is_refused_until_it_is_allowed(config, alone, tmp_path, capsys):

@@ -67,8 +67,8 @@ class Checkpoints:
         special = [one for one in PATTERN if one in str(self.folder)]
         if special:
             raise CheckpointError(
-                f"{self.folder} has a {special[0]} in its path, which orbax takes for a pattern when it puts a checkpoint "
-                "together; choose another folder."
+                f"{self.folder} has a {special[0]} in its path, which orbax takes for a pattern when it puts a "
+                "checkpoint together; choose another folder."
             )
         self._keep_last = whole_number("keep_last", keep_last, "how many of the newest checkpoints stay")
         if keep_every:
@@ -169,14 +169,19 @@ class Checkpoints:
         """Deletes what unfinished saves left, and checkpoints that are not to be kept."""
         for entry in self.folder.iterdir():
             if is_unfinished(entry.name):
-                shutil.rmtree(entry)
+                _delete(entry)
         there = self.steps()
         kept = there[-self._keep_last :] + [step for step in there if self._keep_every and step % self._keep_every == 0]
         for step in set(there).difference(kept):
             # Under another name first: one that is half deleted is never seen as a checkpoint.
             deleted = self.folder / f"{step}.deleted"
             os.rename(self.folder / str(step), deleted)
-            shutil.rmtree(deleted)
+            _delete(deleted)
+
+
+def _delete(entry: Path) -> None:
+    """Deletes a folder, or what stands in its place. What a link leads to is not ours."""
+    entry.unlink() if entry.is_symlink() or entry.is_file() else shutil.rmtree(entry)
 
 
 def _last_words(errors: Sequence[CheckpointError]) -> None:

@@ -161,7 +161,14 @@ def _what_is_in(folder: Path) -> str:
 def is_unfinished(name: str) -> bool:
     """Whether a folder of this name is a checkpoint that was being written, or deleted, when its process ended."""
     step, _, rest = name.partition(".")
-    return step.isdecimal() and rest.startswith(("orbax-checkpoint-tmp", "deleted"))
+    return step.isdecimal() and (rest == "deleted" or rest.startswith("orbax-checkpoint-tmp"))
+
+
+def leftovers(checkpoints: Path) -> list[str]:
+    """What lies in a folder of checkpoints and is neither whole nor unfinished: it may be one that is damaged."""
+    known = set(map(str, steps(checkpoints)))
+    names = sorted(entry.name for entry in checkpoints.iterdir())
+    return [name for name in names if not (name in known or is_unfinished(name) or name.startswith("."))]
 
 
 def describe(folder: str | Path, step: int | None = None) -> Description:

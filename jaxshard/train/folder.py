@@ -52,7 +52,11 @@ class RunFolder:
 
         Raises ConfigError when the folder cannot be written.
         """
-        self._write(config, self._put_aside)
+        if self.writes:
+            with self._told():
+                self.path.mkdir(parents=True, exist_ok=True)
+                with _replaced(self.path / "config.json", _pretty(config)):
+                    self._put_aside()
 
     def go_on(self, config: Config, step: int) -> tuple[int, ...]:
         """A run that goes on after `step`: what its metrics say of later steps is dropped, because it comes again.
@@ -60,24 +64,29 @@ class RunFolder:
         Returns the steps up to there that they do not have. Raises ConfigError when the folder cannot be written.
         """
         rows = [row for row in self.rows() if row["step"] <= step]
-
-        def cut() -> None:
-            scratch = self.metrics.with_suffix(".jsonl.new")
-            scratch.write_text("".join(map(_line, rows)), encoding="utf-8")
-            scratch.replace(self.metrics)
-
-        self._write(config, cut)
+        if self.writes:
+            metrics = "".join(map(_line, rows))
+            with self._told(), _replaced(self.path / "config.json", _pretty(config)), _replaced(self.metrics, metrics):
+                pass  # neither is replaced before there was room for both
         return tuple(sorted({*range(1, step + 1)} - {row["step"] for row in rows if "loss" in row}))
 
     def rows(self) -> list[dict[str, float]]:
-        """What the metrics say; the end of a line that was being written when the run died is left out."""
-        if not self.metrics.exists():
-            return []
-        *lines, _ = self.metrics.read_text(encoding="utf-8").split("\n")
+        """What the metrics say; the end of a line that was being written when the run died is left out.
+
+        Raises ConfigError when they cannot be read, or are not what a run wrote.
+        """
         try:
-            return [json.loads(line) for line in lines]
+            *lines, _ = self.metrics.read_bytes().split(b"\n")
+            rows = [json.loads(line) for line in lines]
+            if not all(isinstance(row, dict) and isinstance(row.get("step"), int) for row in rows):
+                raise ValueError
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise ConfigError(f"cannot read {self.metrics}: {error.strerror}.") from None
         except ValueError:
             raise ConfigError(f"{self.metrics} is not what a run wrote; move it away, or add --fresh.") from None
+        return rows
 
     def evaluated(self, step: int) -> bool:
         """Whether the metrics say what the held-out loss after a step was."""
@@ -100,24 +109,14 @@ class RunFolder:
             with self._told(), self.metrics.open("a") as file:
                 os.fsync(file.fileno())
 
-    def _write(self, config: Config, change) -> None:
-        if not self.writes:
-            return
-        with self._told():
-            self.path.mkdir(parents=True, exist_ok=True)
-            change()
-            scratch = self.path / "config.json.new"
-            scratch.write_text(json.dumps(asdict(config), indent=2) + "\n", encoding="utf-8")
-            scratch.replace(self.path / "config.json")
-
     def _put_aside(self) -> None:
-        files = [self.metrics, self.path / "config.json", self.checkpoints]
+        # The checkpoints first: without them the next start comes here again, and gives what is left the same number.
+        files = [path for path in (self.checkpoints, self.metrics, self.path / "config.json") if path.exists()]
         number = 1
         while any(_numbered(path, number).exists() for path in files):
             number += 1
         for path in files:
-            if path.exists():
-                path.rename(_numbered(path, number))
+            path.rename(_numbered(path, number))
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -125,6 +124,25 @@ class RunFolder:
             yield
         except OSError as error:
             raise ConfigError(f"cannot write to run.dir = {self.path}: {error.strerror}.") from None
+
+
+@contextmanager
+def _replaced(path: Path, text: str) -> Iterator[None]:
+    """A file gets another text at the end, which is on the disk before; an error leaves the file as it is."""
+    scratch = path.with_name(f"{path.name}.new")
+    try:
+        with scratch.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        yield
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def _pretty(config: Config) -> str:
+    return json.dumps(asdict(config), indent=2) + "\n"
 
 
 def _line(record: Mapping[str, float]) -> str:

@@ -11,6 +11,7 @@ import jax
 from rich.console import Console
 
 from jaxshard.train.checkpoint import Checkpoints, describe, restore
+from jaxshard.train.config import ConfigError
 from jaxshard.train.nonfinite import Diverged, described, fatal, first_bad, is_bad, named
 from jaxshard.train.processes import agree, is_first
 from jaxshard.train.report import Pace, progress_bar, say, summary
@@ -33,11 +34,11 @@ def run(session: Session, console: Console) -> None:
         stop = stack.enter_context(Stop())
         watchdog = stack.enter_context(Watchdog(times=settings.watchdog))
         watchdog.at("the start")
+        kept = {"keep_last": settings.keep_last, "keep_every": settings.keep_every}
+        checkpoints = Checkpoints(session.folder.checkpoints, **kept)
         begun = _begin(session, console, stack)
         if begun is None:
             return
-        kept = {"keep_last": settings.keep_last, "keep_every": settings.keep_every}
-        checkpoints = Checkpoints(session.folder.checkpoints, **kept)
         stack.callback(checkpoints.close)
         _Run(session, console, checkpoints, watchdog, *begun).go(stop)
 
@@ -50,20 +51,21 @@ def _begin(session: Session, console: Console, stack: ExitStack) -> tuple[Any, P
         agree("program and checkpoint", {"checkpoint": None, **program_facts(session)}, seconds=SLOWEST)
         say(console, opening(session))
         state, progress = session.first_state(), Progress()
-        stack.enter_context(folder.locked())
+        _lock(session, stack, step)
         folder.begin(config)
     else:
         where = str(folder.checkpoints / str(step))
         found = describe(folder.checkpoints, step)
         progress, changes = check_notes(found.notes, config, session.corpus.digests, where, resume)
-        if progress.step >= config.run.steps and folder.evaluated(progress.step):
+        left = config.run.steps - progress.step
+        if left < 0 or (left == 0 and folder.evaluated(progress.step)):
             say(console, f"{folder.path} is complete, with {progress.step} steps; --fresh begins anew.")
             return None
         agree("program and checkpoint", {"checkpoint": progress.step, **program_facts(session)}, seconds=SLOWEST)
         say(console, opening(session))
         restored = restore(folder.checkpoints, session.training, step, cast=resume.cast)
         state = restored.state
-        stack.enter_context(folder.locked())
+        _lock(session, stack, step)
         missing = folder.go_on(config, progress.step)
         say(console, f"goes on after step {progress.step} of {config.run.steps}, from {where}")
         if changes:
@@ -76,6 +78,14 @@ def _begin(session: Session, console: Console, stack: ExitStack) -> tuple[Any, P
     agree("folder", {"dir": str(folder.path)}, seconds=SLOWEST)
     folder.check_shared()
     return state, progress
+
+
+def _lock(session: Session, stack: ExitStack, step: int | None) -> None:
+    """Locks the folder. step: of the checkpoint that was found before, which must still be the newest."""
+    folder = session.folder
+    stack.enter_context(folder.locked())
+    if not session.resume.fresh and newest(folder.checkpoints) != step:
+        raise ConfigError(f"another run was at work in run.dir = {folder.path} just now; give the command again.")
 
 
 class _Run:
@@ -196,12 +206,11 @@ class _Run:
     def close(self) -> None:
         """The last lines."""
         if is_first():
-            rows = self.session.folder.rows()
-            loss, held_out = ([row[name] for row in rows if name in row][-1] for name in ("loss", "held_out_loss"))
-            say(
-                self.console,
-                f"after {self.settings.steps} steps: training loss {loss:.5f}, held-out loss {held_out:.5f}",
-            )
+            last = {name: value for row in self.session.folder.rows() for name, value in row.items()}
+            names = {"training loss": "loss", "held-out loss": "held_out_loss"}
+            # The metrics may have been lost, and with them the training loss.
+            losses = [f"{what} {last[name]:.5f}" for what, name in names.items() if name in last]
+            say(self.console, f"after {self.settings.steps} steps: {', '.join(losses)}")
         summary(self.console, self.session.training.explain())
         say(self.console, f"metrics are in {self.session.folder.metrics}")
 

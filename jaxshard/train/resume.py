@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxshard.train.config import Config, ConfigError, parse
-from jaxshard.train.description import CheckpointError, is_unfinished, some, steps
+from jaxshard.train.description import CheckpointError, leftovers, some, steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +78,7 @@ def newest(checkpoints: Path) -> int | None:
         return None
     if not checkpoints.is_dir():
         raise CheckpointError(f"{checkpoints} is a file, and checkpoints go into a folder; move it away.")
-    names = {entry.name for entry in checkpoints.iterdir() if not is_unfinished(entry.name)}
-    others = sorted(names - set(map(str, whole)))
+    others = leftovers(checkpoints)
     if others:
         then = f"after step {whole[-1]}, the newest that is" if whole else "from step 0"
         raise CheckpointError(
@@ -91,7 +90,7 @@ def newest(checkpoints: Path) -> int | None:
 
 FREE = ("mesh", "strategy", "model.remat", "model.attention", "model.loss_chunk")
 """Sections and keys that do not decide what a run computes but for rounding: any checkpoint fits any mesh."""
-DECIDING = ("steps", "accumulate", "seed", "skip_nonfinite")
+DECIDING = ("steps", "accumulate", "seed", "weights", "skip_nonfinite")
 """Keys of the section `run` that do."""
 
 

@@ -51,7 +51,8 @@ class Session:
         if config.run.weights is None:
             return self.training.init(partial(gpt.init, config.model), key)
         cast = [pattern.removeprefix("params/") for pattern in self.resume.cast]
-        return self.training.init(weights.load(config.run.weights, self.training.state_shapes.params, cast=cast), key)
+        path = Path(config.run.weights).expanduser()
+        return self.training.init(weights.load(path, self.training.state_shapes.params, cast=cast), key)
 
 
 def prepare(config: Config, resume: Resume | None = None) -> Session:
