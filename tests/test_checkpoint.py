@@ -260,6 +260,35 @@ def test_a_save_that_fails_in_the_background(tmp_path, said_by, capfd):
     assert sorted(os.listdir(tmp_path / "run")) == ["3"], "what the failed save left is cleared"
 
 
+MANY = """
+import sys
+import jax.numpy as jnp
+import numpy as np
+from disk import files_of_at_most
+from jaxshard.train.checkpoint import CheckpointError, Checkpoints
+
+noise = np.random.default_rng(0).normal(size=(40, 20_000)).astype(np.float32)
+for time in range(3):
+    with files_of_at_most(20_000):
+        try:
+            with Checkpoints(f"{sys.argv[1]}/{time}") as checkpoints:
+                checkpoints.save(1, {str(i): jnp.asarray(row) for i, row in enumerate(noise)}, {})
+        except CheckpointError as error:
+            print(error)
+"""
+
+
+def test_a_save_of_many_leaves_that_fails_is_said_once(tmp_path):
+    """In a process of its own, whose end is when the writes that nobody waited for would be told of."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    command = [sys.executable, "-c", MANY, str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert run.returncode == 0
+    assert [line.endswith("File too large.") for line in run.stdout.splitlines()] == [True] * 3
+    assert "Traceback" not in run.stderr
+    assert "orbax" not in run.stderr
+
+
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("mine")
     checkpoints = Checkpoints(tmp_path / "file" / "run")

@@ -7,7 +7,6 @@ leaf's digest is taken where it lies before it is written, and compared when it 
 from __future__ import annotations
 
 import json
-import logging
 import operator
 import os
 import shutil
@@ -40,6 +39,7 @@ from jaxshard.train.description import (
     steps,
 )
 from jaxshard.train.digest import digests
+from jaxshard.train.quiet import quiet
 from jaxshard.train.restore import Restored, restore
 from jaxshard.train.stored import Verified, system_error, verify
 
@@ -109,7 +109,7 @@ class Checkpoints:
         notes = json.loads(json.dumps(notes, allow_nan=False))  # as they come back, or the checksum would not agree
         description = _description(self.folder / str(step), step, arrays, notes).to_json()
         stored = {path: _data(x) for path, x in arrays.items() if x.size}
-        with _quiet(), self._failing(step):
+        with quiet(), self._failing(step):
             if self._saver is None:
                 self._saver = _saver()
             items = {STATE: ocp.args.PyTreeSave(stored), DESCRIPTION: ocp.args.JsonSave(description)}
@@ -147,7 +147,7 @@ class Checkpoints:
 
     def _finish(self, saver: ocp.AsyncCheckpointer, step: int) -> None:
         try:
-            with _quiet(), self._failing(step):
+            with quiet(), self._failing(step):
                 saver.wait_until_finished()
                 try:
                     if jax.process_index() == 0:
@@ -204,23 +204,6 @@ def _why(error: BaseException) -> str:
     if text.startswith("cannot schedule new futures"):
         return "the program ended before it was written; call close, or use Checkpoints in a `with`"
     return text[:200].rstrip(" .")
-
-
-class _OrbaxQuiet(logging.Filter):
-    """Drops what orbax logs: its progress, and tracebacks of errors that are raised here as well."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return f"{os.sep}orbax{os.sep}" not in record.pathname
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    logger, noise = logging.getLogger("absl"), _OrbaxQuiet()
-    logger.addFilter(noise)
-    try:
-        yield
-    finally:
-        logger.removeFilter(noise)
 
 
 def _by_path(state: Any) -> dict[str, jax.Array]:
