@@ -23,6 +23,7 @@ from oracle import assert_same_bits, mesh_of
 
 from jaxshard.cli import main
 from jaxshard.train.checkpoint import CheckpointError, Checkpoints, describe, restore, verify
+from jaxshard.train.description import _checksum
 
 DESCRIPTION = "description/metadata"
 
@@ -152,6 +153,40 @@ def test_a_description_that_was_changed(run, changes, match):
     rewrite(run / "checkpoints" / "20" / DESCRIPTION, **changes)
     fails(run, match, lambda: restore(run, shapes()))
     assert restore(run, shapes(), 10).notes == {"step": 10}
+
+
+def a_leaf(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda body: body["leaves"]["count"].update(changes)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        a_leaf(shape=[-1]),
+        a_leaf(shape=["2"]),
+        a_leaf(shape=3),
+        a_leaf(dtype="float33"),
+        a_leaf(colour="red"),
+        lambda body: body["leaves"].update(count=None),
+        lambda body: body.update(leaves=[]),
+        lambda body: body.pop("step"),
+        lambda body: body["leaves"]["count"].pop("spec"),
+    ],
+)
+def test_a_description_of_another_form(run, change):
+    """Its checksum is right: a program wrote it so."""
+    path = run / "checkpoints" / "20" / DESCRIPTION
+    body = json.loads(path.read_text())
+    del body["checksum"]
+    change(body)
+    path.write_text(json.dumps(body | {"checksum": _checksum(body)}))
+    fails(run, r"checkpoints/20 is damaged: its description is incomplete\. Use another step", lambda: describe(run))
+
+
+@pytest.mark.parametrize("text", ['{"format": NaN}', "[" * 100_000, '{"a": -Infinity}'])
+def test_a_description_that_python_alone_would_read(run, text):
+    (run / "checkpoints" / "20" / DESCRIPTION).write_text(text)
+    fails(run, "is damaged: its description is no JSON", lambda: describe(run))
 
 
 def test_a_description_that_is_no_table(run):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,15 @@ def test_verify(run, capsys):
     for args in ([str(run), "--step", "3"], [str(run / "checkpoints" / "3")]):
         assert main(["checkpoint", "verify", *args]) == 0
         assert capsys.readouterr().out == f"{run}/checkpoints/3: whole, 3 leaves, 260 B\n"
+
+
+def test_verify_tells_of_what_is_no_checkpoint_any_more(run, tmp_path, capsys):
+    folder = Path(shutil.copytree(run, tmp_path / "run")) / "checkpoints"
+    shutil.rmtree(folder / "4" / "description")
+    assert main(["checkpoint", "verify", str(folder)]) == 1
+    out = capsys.readouterr().out
+    assert f"{folder}/3: whole" in out
+    assert f"{folder}/4: not whole: it has no description, or is no checkpoint" in out
 
 
 @pytest.mark.parametrize(

@@ -281,6 +281,8 @@ def test_bad_indices(run, tmp_path):
         "[]": "is no index of safetensors files",
         json.dumps({"weight_map": ["a"]}): "is no index of safetensors files",
         json.dumps({"weight_map": places | {"mask": "../x.safetensors"}}): "is no index of safetensors files",
+        json.dumps({"weight_map": places | {"mask": ""}}): "is no index of safetensors files",
+        json.dumps({"weight_map": places | {"mask": ".."}}): r"cannot read .*\.\.: it is no file",
         json.dumps(
             {"weight_map": places | {"mask": "gone.safetensors"}}
         ): "cannot read .*gone.safetensors: it does not exist",
@@ -302,6 +304,7 @@ def test_the_command(run, tmp_path, capsys):
         (str(run), f"{out}.bin"): "ends in .safetensors",
         (str(run),): "takes DIR and NAME.safetensors, and then options",
         (str(run), str(tmp_path / "b.safetensors"), "--max-gb", "0"): "max_gb = 0.0: a size above 0",
+        (str(run), str(tmp_path / "b.safetensors"), "--max-gb", "inf"): "max_gb = inf: a size above 0",
         (str(run), str(tmp_path / "b.safetensors"), "--dtyp", "x"): "unknown key dtyp; did you mean dtype?",
     }.items():
         assert main(["checkpoint", "export", *args]) == 2

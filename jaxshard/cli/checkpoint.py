@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -10,7 +11,17 @@ from typing import Any
 
 from jaxshard.cli.options import override
 from jaxshard.train.config import ConfigError, unknown
-from jaxshard.train.description import CheckpointError, Description, all_in, describe, find, is_unfinished, some, steps
+from jaxshard.train.description import (
+    CheckpointError,
+    Description,
+    all_in,
+    describe,
+    find,
+    is_unfinished,
+    leftovers,
+    some,
+    steps,
+)
 
 USAGE = """\
 usage: jaxshard checkpoint show DIR [--step N] [--digests] [--json]   what it holds, from its description alone
@@ -136,6 +147,9 @@ def _verify(args: list[str]) -> int:
         else:
             print(f"{path}: whole, {len(found.description.leaves)} leaves, {_size(found.description.bytes)}")
     if not one:
+        for name in leftovers(all_in(folder)):
+            bad += 1
+            print(f"{all_in(folder) / name}: not whole: it has no description, or is no checkpoint")
         for entry in sorted(all_in(folder).iterdir()):
             if is_unfinished(entry.name):
                 print(f"{entry}: unfinished; it is never read, and the next save clears it")
@@ -148,7 +162,7 @@ def _export(args: list[str]) -> int:
     (folder, out), options = _parsed(ExportOptions(), args, "export", ("DIR", "NAME.safetensors"))
     if options is None:
         return 0
-    if not options.max_gb > 0:
+    if not 0 < options.max_gb < math.inf:
         raise ConfigError(f"max_gb = {options.max_gb}: a size above 0.")
     if not Path(folder).is_dir():
         raise CheckpointError(f"{folder} is no folder. Give the folder of a run, of its checkpoints, or of one step.")

@@ -178,10 +178,10 @@ def describe(folder: str | Path, step: int | None = None) -> Description:
     """
     found = find(folder, step)
     try:
-        body = json.loads(_described(found).read_bytes())
+        body = json.loads(_described(found).read_bytes(), parse_constant=_no_json)
     except OSError as error:
         raise CheckpointError(f"cannot read the description of checkpoint {found}: {error.strerror}.") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise CheckpointError(f"checkpoint {found} is damaged: its description is no JSON. {_OTHERS}") from None
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise CheckpointError(f"{found} is no checkpoint of jaxshard: another program wrote its description.")
@@ -192,21 +192,37 @@ def describe(folder: str | Path, step: int | None = None) -> Description:
         )
     if body.pop("checksum", None) != _checksum(body):
         raise CheckpointError(f"checkpoint {found} is damaged: its description has another checksum. {_OTHERS}")
+    try:
+        known = {name: value for name, value in body.items() if name not in ("format", "version", "leaves")}
+        leaves = {path: _leaf(leaf) for path, leaf in body["leaves"].items()}
+        described = Description(folder=found, leaves=leaves, **known)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise CheckpointError(f"checkpoint {found} is damaged: its description is incomplete. {_OTHERS}") from None
     name = found.absolute().name
-    if name.isdecimal() and body["step"] != int(name):
-        raise CheckpointError(f"checkpoint {found} was saved as step {body['step']}; give its folder that name back.")
-    if step not in (None, body["step"]):
-        raise CheckpointError(f"{found} is the checkpoint of step {body['step']}, and step {step} was asked for.")
-    known = {name: value for name, value in body.items() if name not in ("format", "version", "leaves")}
-    return Description(folder=found, leaves={path: _leaf(leaf) for path, leaf in body["leaves"].items()}, **known)
+    if name.isdecimal() and described.step != int(name):
+        raise CheckpointError(f"checkpoint {found} was saved as step {described.step}; give its folder that name back.")
+    if step not in (None, described.step):
+        raise CheckpointError(f"{found} is the checkpoint of step {described.step}, and step {step} was asked for.")
+    return described
 
 
 _OTHERS = "Use another step, if there is one."
 
 
+def _no_json(constant: str) -> None:
+    """Called for NaN and Infinity, which Python's reader takes."""
+    raise ValueError(constant)
+
+
 def _leaf(fields: dict[str, Any]) -> StoredLeaf:
+    """Raises KeyError, TypeError or ValueError for what is no description of an array."""
     spec = fields["spec"]
-    return StoredLeaf(**{**fields, "shape": tuple(fields["shape"]), "spec": None if spec is None else tuple(spec)})
+    leaf = StoredLeaf(**{**fields, "shape": tuple(fields["shape"]), "spec": None if spec is None else tuple(spec)})
+    if not all(isinstance(size, int) and size >= 0 for size in leaf.shape):
+        raise ValueError(leaf.shape)
+    if not leaf.is_key:
+        jnp.dtype(leaf.dtype)
+    return leaf
 
 
 def _described(folder: Path) -> Path:

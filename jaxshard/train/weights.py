@@ -255,7 +255,7 @@ def _opened(path: Path, stack: ExitStack) -> dict[str, tuple[Any, Path]]:
 def _places(index: Path) -> Mapping[str, str]:
     try:
         places = json.loads(index.read_bytes())["weight_map"]
-        if not all(isinstance(file, str) and file == Path(file).name for file in places.values()):
+        if not all(isinstance(file, str) and file and file == Path(file).name for file in places.values()):
             raise ValueError
     except OSError as error:
         raise CheckpointError(f"cannot read {index}: {error.strerror}.") from None
