@@ -282,6 +282,17 @@ def test_cast(good):
     assert restore(good, shapes(), cast=["*"]).cast == ()
 
 
+def test_cast_from_what_jax_holds_with_x64_alone(tmp_path):
+    values = np.arange(8) + 0.1
+    with jax.enable_x64(True), Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"w": jnp.asarray(values), "key": jax.random.key(3)}, {})
+    at = shapes()["params"]["b"].sharding
+    wanted = {"w": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=at), "key": shapes()["key"]}
+    restored = restore(tmp_path, wanted, cast="w").state
+    assert_same_bits({"w": restored["w"]}, {"w": values.astype(np.float32)})
+    assert restored["w"].sharding == at
+
+
 def test_shapes_without_shardings(good):
     with pytest.raises(TypeError, match=r"count has no sharding; pass a training"):
         restore(good, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), make()))

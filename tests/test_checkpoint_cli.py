@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +125,16 @@ def test_what_was_asked_is_wrong(run, args, said, capsys):
     assert out == ""
     assert said in err
     assert err.count("\n") == 1
+
+
+def test_a_reader_that_has_read_enough(run):
+    """As `head` does: no traceback."""
+    command = [sys.executable, "-m", "jaxshard", "checkpoint", "show", str(run), "--json"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as out:
+        process = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (process.returncode, process.stderr) == (141, "")
 
 
 def test_help(capsys):

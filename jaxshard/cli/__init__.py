@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -32,13 +33,18 @@ def main(args: Sequence[str] | None = None) -> int:
     """Runs a command. Returns 0; 2 for a mistake in what was asked, said in one line; 1 for a failed run."""
     args = list(sys.argv[1:] if args is None else args)
     try:
-        return _command(args)
+        code = _command(args)
+        sys.stdout.flush()
+        return code
     except ConfigError as error:
         return _fail(error, 2)
     except Diverged as error:
         return _fail(error, 1)
     except KeyboardInterrupt:
         return _fail("stopped", 130)
+    except BrokenPipeError:  # whoever read has read enough, as `head` does; nor is there anything to flush at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def _command(args: list[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -45,10 +46,13 @@ def restore(folder: str | Path, training: Any, step: int | None = None, *, cast:
     shapes = getattr(training, "state_shapes", training)
     wanted, structure = placed_shapes(shapes)
     casts = to_cast(f"checkpoint {description.folder}", description.leaves, wanted, cast, _SAME)
-    arrays = {path: _read(description, path, shape) for path, shape in wanted.items()}
-    _check_bits(description, arrays)
-    for path in casts:
-        arrays[path] = _cast(arrays[path], wanted[path].dtype)
+    # What was float64 comes to the devices as that, and only then is cast.
+    wide = any(jnp.dtype(description.leaves[path].dtype).itemsize >= 8 for path in casts)
+    with jax.enable_x64(True) if wide else nullcontext():
+        arrays = {path: _read(description, path, shape) for path, shape in wanted.items()}
+        _check_bits(description, arrays)
+        for path in casts:
+            arrays[path] = _cast(arrays[path], wanted[path].dtype)
     state = jax.tree.unflatten(structure, arrays.values())
     return Restored(step=description.step, state=state, notes=description.notes, cast=casts)
 
