@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -15,8 +16,12 @@ from queue import Empty, Queue
 PATIENCE = 120
 """Seconds after which a test gives up. Nothing here is expected to take long; nothing is asserted about time."""
 
-NOISE = ("cudart", "cuda_plugin", "absl::InitializeLog", "[Gloo]")
+NOISE = ("cudart", "cuda_plugin", "absl::InitializeLog")
 """Of lines that JAX's libraries print about themselves."""
+GLOO = re.compile(
+    r"\[Gloo\] Rank \d*| ?is connected to |peer ranks\. |Expected number of connected peer ranks is : ?\d*"
+)
+"""What the collectives print about each connection, in pieces that can stand between the program's own."""
 
 
 def environment(devices: int, **more: str) -> dict[str, str]:
@@ -64,8 +69,9 @@ class Process:
         assert self._process.stdout is not None
         with self._process.stdout as lines:
             for line in lines:
-                if not any(noise in line for noise in NOISE):
-                    self._queue.put(line.rstrip("\n"))
+                kept = GLOO.sub("", line) if "ank" in line else line
+                if not any(noise in line for noise in NOISE) and (kept == line or kept.strip(" 0123456789\n")):
+                    self._queue.put(kept.rstrip("\n"))
         self._queue.put(None)
 
     def expect(self, text: str) -> str:

@@ -191,11 +191,23 @@ def _last_words(errors: Sequence[CheckpointError]) -> None:
 
 
 def _saver() -> ocp.AsyncCheckpointer:
+    # With its processes named, orbax meets the others through the coordination service. It would do so by programs on
+    # the devices, from a thread of its own: processes may start those in another order than the steps of training.
+    several = set(range(jax.process_count())) if jax.process_count() > 1 else None
+    processes = ocp.options.MultiprocessingOptions(active_processes=several)
     handler = ocp.CompositeCheckpointHandler(
-        **{STATE: ocp.PyTreeCheckpointHandler(), DESCRIPTION: ocp.JsonCheckpointHandler()}
+        composite_options=ocp.CompositeOptions(multiprocessing_options=processes),
+        **{
+            STATE: ocp.PyTreeCheckpointHandler(multiprocessing_options=processes),
+            DESCRIPTION: ocp.JsonCheckpointHandler(multiprocessing_options=processes),
+        },
     )
-    # Folders are made before save returns: one that cannot be made is an error there and then.
-    return ocp.AsyncCheckpointer(handler, async_options=ocp.AsyncOptions(create_directories_asynchronously=False))
+    return ocp.AsyncCheckpointer(
+        handler,
+        multiprocessing_options=processes,
+        # Folders are made before save returns: one that cannot be made is an error there and then.
+        async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+    )
 
 
 def _why(error: BaseException) -> str:
