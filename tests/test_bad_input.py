@@ -202,6 +202,7 @@ OTHERS = [
         "was trained with run.weights = None, now 'good.safetensors'. Add --changed",
     ),
     (["--run.dir", "run[1]"], "run[1]/checkpoints has a [ in its path, which orbax takes for a pattern"),
+    (["--run.dir", "new", "--cast", "params/*"], "--cast params/*: there is no checkpoint and no run.weights to cast"),
     (["--cast", "params/heads/*"], "cast 'params/heads/*' matches no leaf"),
     (["--fresh", "yes"], "yes"),
     (["--chagned"], "unknown key chagned; did you mean changed?"),

@@ -7,7 +7,8 @@ import pytest
 from test_resume import CONFIG, rows, train
 
 from jaxshard.step import Training
-from jaxshard.train.checkpoint import Checkpoints
+from jaxshard.train import loop
+from jaxshard.train.checkpoint import CheckpointError, Checkpoints
 from jaxshard.train.nonfinite import fatal, is_bad
 
 
@@ -60,6 +61,20 @@ def test_before_the_first_checkpoint(config, tmp_path, capsys):
     err = capsys.readouterr().err
     assert "There is no checkpoint yet; after it, step 2 is the first with leaves that are not finite" in err
     assert "grads/" in err
+
+
+def test_the_last_checkpoint_is_damaged(config, tmp_path, poisoned, monkeypatch, capsys):
+    """That it diverged is said all the same."""
+    poisoned(5)
+
+    def restore(folder, *_):
+        raise CheckpointError(f"checkpoint {folder}/3 is damaged.")
+
+    monkeypatch.setattr(loop, "restore", restore)
+    assert train(config, tmp_path / "run") == 1
+    err = capsys.readouterr().err
+    assert "the loss is nan at step 5. What went bad first is not known: checkpoint" in err
+    assert err.count("\n") == 1
 
 
 def test_the_machine_at_fault(config, tmp_path, poisoned, capsys):

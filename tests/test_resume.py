@@ -297,6 +297,13 @@ def test_another_corpus_is_refused(config, tmp_path, capsys):
     assert "was trained with another corpus: its files had other tokens or sizes" in capsys.readouterr().err
 
 
+def test_the_corpus_may_be_elsewhere(config, tmp_path, capsys):
+    for name in ("text", "moved"):
+        (tmp_path / name).write_bytes(python_documentation()[:20_000])
+        assert train(config, tmp_path / "run", "--data.files", str(tmp_path / name), "--run.steps", "2") == 0
+    assert "is complete" in capsys.readouterr().out
+
+
 @pytest.fixture(scope="module")
 def without_dropout(config, tmp_path_factory):
     """(a run left alone, one stopped after step 6), without dropout, which draws on each device by its place."""

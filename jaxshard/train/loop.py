@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from jaxshard.train.checkpoint import Checkpoints, describe, restore
+from jaxshard.train.checkpoint import CheckpointError, Checkpoints, describe, restore
 from jaxshard.train.config import ConfigError
 from jaxshard.train.nonfinite import Diverged, described, fatal, first_bad, is_bad, named
 from jaxshard.train.processes import agree, is_first
@@ -48,6 +48,8 @@ def _begin(session: Session, console: Console, stack: ExitStack) -> tuple[Any, P
     config, folder, resume = session.config, session.folder, session.resume
     step = None if resume.fresh else newest(folder.checkpoints)
     if step is None:
+        if resume.cast and config.run.weights is None:
+            raise ConfigError(f"--cast {resume.cast[0]}: there is no checkpoint and no run.weights to cast from.")
         agree("program and checkpoint", {"checkpoint": None, **program_facts(session)}, seconds=SLOWEST)
         say(console, opening(session))
         state, progress = session.first_state(), Progress()
@@ -187,7 +189,10 @@ class _Run:
         self.checkpoints.wait()
         steps, progress = self.checkpoints.steps(), Progress()
         if steps:
-            found = restore(session.folder.checkpoints, session.training, steps[-1])
+            try:
+                found = restore(session.folder.checkpoints, session.training, steps[-1])
+            except CheckpointError as error:
+                return f"{described(row)} at step {bad}. What went bad first is not known: {error}"
             state, progress = found.state, Progress(**found.notes["progress"])
             good = f"The last good checkpoint is {session.folder.checkpoints / str(steps[-1])}"
         else:

@@ -88,8 +88,9 @@ def newest(checkpoints: Path) -> int | None:
     return whole[-1] if whole else None
 
 
-FREE = ("mesh", "strategy", "model.remat", "model.attention", "model.loss_chunk")
-"""Sections and keys that do not decide what a run computes but for rounding: any checkpoint fits any mesh."""
+FREE = ("mesh", "strategy", "model.remat", "model.attention", "model.loss_chunk", "data.files")
+"""Sections and keys that do not decide what a run computes but for rounding: any checkpoint fits any mesh. Files may be
+elsewhere, because they are known by their digests."""
 DECIDING = ("steps", "accumulate", "seed", "weights", "skip_nonfinite")
 """Keys of the section `run` that do."""
 
