@@ -17,12 +17,19 @@ import numpy as np
 import pytest
 from disk import files_of_at_most
 from test_resume import CONFIG
+from trains import compiled_once
 
 from jaxshard.cli import main
 from jaxshard.train.checkpoint import Checkpoints, describe, verify
 from jaxshard.train.weights import export
 
 TEXT = b"All that is gold does not glitter, and not all those who wander are lost. " * 200
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_once():
+    with compiled_once():
+        yield
 
 
 @pytest.fixture(scope="module")

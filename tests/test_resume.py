@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from disk import files_of_at_most
 from several import Process, environment
+from trains import compiled_once
 
 from jaxshard.cli import main
 from jaxshard.train import loop
@@ -49,6 +50,12 @@ eval_batches = 1
 watchdog = 0
 """
 STEPS = 9
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_once():
+    with compiled_once():
+        yield
 
 
 @pytest.fixture(scope="module")
