@@ -16,10 +16,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from disk import files_of_at_most
+from jax.errors import JaxRuntimeError
 from test_resume import CONFIG
 from trains import compiled_once
 
 from jaxshard.cli import main
+from jaxshard.step import Training
 from jaxshard.train.checkpoint import Checkpoints, describe, verify
 from jaxshard.train.weights import export
 
@@ -213,6 +215,8 @@ OTHERS = [
     (["--cast", "params/heads/*"], "cast 'params/heads/*' matches no leaf"),
     (["--fresh", "yes"], "yes"),
     (["--chagned"], "unknown key chagned; did you mean changed?"),
+    (["--resume"], "unknown key resume; jaxshard train tiny.toml --help lists the keys."),
+    (["--optimizer.lr", "1"], "unknown key optimizer.lr; jaxshard train tiny.toml --help lists the keys."),
     (["--run.keep_last", "0"], "run.keep_last = 0; it must be 1 or more."),
     (["--run.save_every", "-1"], "run.save_every = -1; it must be 0 or more."),
     (["--run.skip_nonfinite", "-1"], "run.skip_nonfinite = -1; it must be 0 or more."),
@@ -250,6 +254,25 @@ FILES = [
 def test_files_that_are_no_corpus(here, capsys, name, data, args, message):
     (here / name).write_bytes(data)
     refuses(here, capsys, ["--data.files", name, *args], message)
+
+
+def test_the_step_before_a_damaged_one_is_named(here, capsys):
+    flipped(here)
+    refuses(here, capsys, [], "To go on after step 3, move that folder away.")
+    step_6(here).rename(here / "away")
+    assert main(["train", "tiny.toml"]) == 0
+    assert "goes on after step 3 of 9" in capsys.readouterr().out
+
+
+def test_a_device_that_is_full(here, capsys, monkeypatch):
+    def step(self, state, batch):
+        raise JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 249912363712 bytes.\nMore lines.")
+
+    monkeypatch.setattr(Training, "step", step)
+    assert main(["train", "tiny.toml"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("jaxshard: RESOURCE_EXHAUSTED: Out of memory allocating 249912363712 bytes. Take a smaller")
+    assert err.count("\n") == 1
 
 
 def test_files_that_are_not_there(here, capsys):

@@ -217,7 +217,8 @@ def test_options_come_apart(monkeypatch):
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7,0")
     assert main(["launch", "--processes", "2", "--gpu", "--devices", "2", CONFIG]) == 7
-    assert asked["gpus"] == [{"CUDA_VISIBLE_DEVICES": "4,5"}, {"CUDA_VISIBLE_DEVICES": "6,7"}]
+    cuda = {"JAX_PLATFORMS": "cuda"}  # else JAX would train on a CPU where there is no GPU
+    assert asked["gpus"] == [{"CUDA_VISIBLE_DEVICES": "4,5", **cuda}, {"CUDA_VISIBLE_DEVICES": "6,7", **cuda}]
     assert asked["line"] == [*train, "--mesh.devices", "None"]
 
 

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
+from jax.errors import JaxRuntimeError
+
 from jaxshard.cli.checkpoint import checkpoint
 from jaxshard.cli.compare import compare
 from jaxshard.cli.launch import launch
@@ -26,6 +28,11 @@ usage: jaxshard train CONFIG [--KEY VALUE ...]          train the model of a TOM
 `jaxshard train CONFIG --help` lists every key, with its value in that file. Short names: --strategy NAME,
 --devices N (forced CPU devices), --steps N. `jaxshard compare --help` lists what can be compared."""
 
+MEMORY = (
+    "Take a smaller data.batch, more microbatches (run.accumulate), model.remat = 'full', or a strategy that holds "
+    "less; `jaxshard compare` says what each holds."
+)
+
 COMMANDS = {"train": train, "launch": launch, "compare": compare, "strategies": strategies, "checkpoint": checkpoint}
 
 
@@ -40,6 +47,10 @@ def main(args: Sequence[str] | None = None) -> int:
         return _fail(error, 2)
     except Diverged as error:
         return _fail(error, 1)
+    except JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return _fail(f"{str(error).splitlines()[0]} {MEMORY}", 1)
     except KeyboardInterrupt:
         return _fail("stopped", 130)
     except BrokenPipeError:  # whoever read has read enough, as `head` does; nor is there anything to flush at the end

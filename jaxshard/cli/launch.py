@@ -109,6 +109,8 @@ def _gpus(options: LaunchOptions) -> list[Mapping[str, str]]:
             f"{options.processes} processes x {options.devices} GPUs are {need}, and CUDA_VISIBLE_DEVICES={given} "
             f"names {len(visible)}."
         )
+    # Without a GPU, or its wheels, JAX would train on a CPU.
     return [
-        {"CUDA_VISIBLE_DEVICES": ",".join(visible[i : i + options.devices])} for i in range(0, need, options.devices)
+        {"CUDA_VISIBLE_DEVICES": ",".join(visible[i : i + options.devices]), "JAX_PLATFORMS": "cuda"}
+        for i in range(0, need, options.devices)
     ]

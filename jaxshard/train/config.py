@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -195,9 +195,15 @@ def parse(kind: type, table: dict[str, Any], where: str = "") -> Any:
 
 def unknown(key: str, valid: list[str], otherwise: str = "") -> str:
     """The message for a key that does not exist: the nearest that does, else `otherwise`, else all of them."""
-    near = get_close_matches(key, valid, n=1, cutoff=0.5)
+    near = [one for one in get_close_matches(key, valid, n=3, cutoff=0.5) if _alike(key, one)]
     hint = f"did you mean {near[0]}?" if near else otherwise or f"choose from {', '.join(valid)}."
     return f"unknown key {key}; {hint}"
+
+
+def _alike(key: str, valid: str) -> bool:
+    """Whether one may be a misspelling of the other: without their section they are alike as well."""
+    ends = key.rpartition(".")[2], valid.rpartition(".")[2]
+    return SequenceMatcher(None, *ends).ratio() >= 0.6
 
 
 def dotted_keys(kind: type = Config, where: str = "") -> list[str]:

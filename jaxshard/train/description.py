@@ -29,6 +29,10 @@ class CheckpointError(ConfigError):
     """What is wrong with a checkpoint, or with writing one, in one line; and what to do."""
 
 
+class DamagedError(CheckpointError):
+    """Of a checkpoint that was whole, and is no more."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StoredLeaf:
     """One array of a checkpoint.
@@ -182,7 +186,7 @@ def describe(folder: str | Path, step: int | None = None) -> Description:
     except OSError as error:
         raise CheckpointError(f"cannot read the description of checkpoint {found}: {error.strerror}.") from None
     except (ValueError, RecursionError):
-        raise CheckpointError(f"checkpoint {found} is damaged: its description is no JSON. {_OTHERS}") from None
+        raise DamagedError(f"checkpoint {found} is damaged: its description is no JSON. {_OTHERS}") from None
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise CheckpointError(f"{found} is no checkpoint of jaxshard: another program wrote its description.")
     if body.get("version") != VERSION:
@@ -191,13 +195,13 @@ def describe(folder: str | Path, step: int | None = None) -> Description:
             f"jaxshard reads format {VERSION}. Read it with the jaxshard that wrote it."
         )
     if body.pop("checksum", None) != _checksum(body):
-        raise CheckpointError(f"checkpoint {found} is damaged: its description has another checksum. {_OTHERS}")
+        raise DamagedError(f"checkpoint {found} is damaged: its description has another checksum. {_OTHERS}")
     try:
         known = {name: value for name, value in body.items() if name not in ("format", "version", "leaves")}
         leaves = {path: _leaf(leaf) for path, leaf in body["leaves"].items()}
         described = Description(folder=found, leaves=leaves, **known)
     except (KeyError, TypeError, ValueError, AttributeError):
-        raise CheckpointError(f"checkpoint {found} is damaged: its description is incomplete. {_OTHERS}") from None
+        raise DamagedError(f"checkpoint {found} is damaged: its description is incomplete. {_OTHERS}") from None
     name = found.absolute().name
     if name.isdecimal() and described.step != int(name):
         raise CheckpointError(f"checkpoint {found} was saved as step {described.step}; give its folder that name back.")

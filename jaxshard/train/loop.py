@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
 from rich.console import Console
 
-from jaxshard.train.checkpoint import CheckpointError, Checkpoints, describe, restore
+from jaxshard.train.checkpoint import Checkpoints, describe, restore
 from jaxshard.train.config import ConfigError
+from jaxshard.train.description import CheckpointError, DamagedError, steps
 from jaxshard.train.nonfinite import Diverged, described, fatal, first_bad, is_bad, named
 from jaxshard.train.processes import agree, is_first
 from jaxshard.train.report import Pace, progress_bar, say, summary
@@ -57,7 +60,8 @@ def _begin(session: Session, console: Console, stack: ExitStack) -> tuple[Any, P
         folder.begin(config)
     else:
         where = str(folder.checkpoints / str(step))
-        found = describe(folder.checkpoints, step)
+        with _pointing_at_earlier(folder.checkpoints, step):
+            found = describe(folder.checkpoints, step)
         progress, changes = check_notes(found.notes, config, session.corpus.digests, where, resume)
         left = config.run.steps - progress.step
         if left < 0 or (left == 0 and folder.evaluated(progress.step)):
@@ -65,11 +69,16 @@ def _begin(session: Session, console: Console, stack: ExitStack) -> tuple[Any, P
             return None
         agree("program and checkpoint", {"checkpoint": progress.step, **program_facts(session)}, seconds=SLOWEST)
         say(console, opening(session))
-        restored = restore(folder.checkpoints, session.training, step, cast=resume.cast)
+        with _pointing_at_earlier(folder.checkpoints, step):
+            restored = restore(folder.checkpoints, session.training, step, cast=resume.cast)
         state = restored.state
         _lock(session, stack, step)
         missing = folder.go_on(config, progress.step)
-        say(console, f"goes on after step {progress.step} of {config.run.steps}, from {where}")
+        say(
+            console,
+            f"goes on after step {progress.step} of {config.run.steps}, from {where} (of "
+            f"{found.notes['config']['strategy']['name']} on {math.prod((found.mesh or {}).values())} devices)",
+        )
         if changes:
             say(console, f"it was trained with {'; '.join(changes)}")
         if restored.cast:
@@ -80,6 +89,18 @@ def _begin(session: Session, console: Console, stack: ExitStack) -> tuple[Any, P
     agree("folder", {"dir": str(folder.path)}, seconds=SLOWEST)
     folder.check_shared()
     return state, progress
+
+
+@contextmanager
+def _pointing_at_earlier(checkpoints: Path, step: int) -> Iterator[None]:
+    """Says of a damaged checkpoint which one is before it."""
+    try:
+        yield
+    except DamagedError as error:
+        earlier = [one for one in steps(checkpoints) if one < step]
+        if not earlier:
+            raise
+        raise DamagedError(f"{error} To go on after step {earlier[-1]}, move that folder away.") from error
 
 
 def _lock(session: Session, stack: ExitStack, step: int | None) -> None:
@@ -118,7 +139,8 @@ class _Run:
                 self.step()
                 stopping = stop.asked(step) and step < steps
                 saves = stopping or step == steps or _divides(self.settings.save_every, step)
-                reports = stopping or step in (first, steps) or _divides(self.settings.log_every, step)
+                # Not when it stops: its terminal may be gone, and nothing must come before the save.
+                reports = not stopping and (step in (first, steps) or _divides(self.settings.log_every, step))
                 if saves or reports or self.evaluation_due():
                     loss = self.collect()
                     if reports:
@@ -217,7 +239,8 @@ class _Run:
             losses = [f"{what} {last[name]:.5f}" for what, name in names.items() if name in last]
             say(self.console, f"after {self.settings.steps} steps: {', '.join(losses)}")
         summary(self.console, self.session.training.explain())
-        say(self.console, f"metrics are in {self.session.folder.metrics}")
+        folder = self.session.folder
+        say(self.console, f"metrics are in {folder.metrics}, checkpoints in {folder.checkpoints}")
 
 
 def _divides(every: int, step: int) -> bool:

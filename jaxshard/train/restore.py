@@ -15,7 +15,7 @@ from jax.sharding import Sharding
 
 from jaxshard.mesh import unplaced
 from jaxshard.specs import path_of
-from jaxshard.train.description import CheckpointError, Description, StoredLeaf, describe, some
+from jaxshard.train.description import CheckpointError, DamagedError, Description, StoredLeaf, describe, some
 from jaxshard.train.digest import digests
 from jaxshard.train.stored import read_to
 
@@ -143,7 +143,7 @@ def _check_bits(description: Description, arrays: Mapping[str, jax.Array]) -> No
     found = zip(arrays, digests(list(arrays.values())), strict=True)
     bad = [path for path, digest in found if digest != description.leaves[path].digest]
     if bad:
-        raise CheckpointError(
+        raise DamagedError(
             f"checkpoint {description.folder} is damaged: other bits than were saved in {some(bad)}. Use another step, "
             "if there is one."
         )

@@ -1,4 +1,5 @@
-"""A run that is asked to stop finishes its step: by SIGTERM, as schedulers do before they take a machine, or Ctrl-C."""
+"""A run that is asked to stop finishes its step: by SIGTERM, as schedulers do before they take a machine, by Ctrl-C,
+or because its terminal was closed."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from typing import Any
 
 from jaxshard.train import processes
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 LOOK = 0.5
 """Seconds between two looks at whether another process was asked."""
 ANSWER = 0.02
@@ -56,7 +57,12 @@ class Stop:
             raise RuntimeError("Stop handles signals, which Python gives to the main thread alone: enter it there.")
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
-        self._handlers: dict[signal.Signals, Any] = {one: signal.signal(one, self._handle) for one in SIGNALS}
+        self._handlers: dict[signal.Signals, Any] = {
+            # What `nohup` has a program ignore, it goes on to ignore.
+            one: signal.signal(one, self._handle)
+            for one in SIGNALS
+            if signal.getsignal(one) != signal.SIG_IGN
+        }
         # Python runs handlers when the main thread comes back from a compilation or a collective, which can take for
         # ever. What it writes here, in the moment of the signal, a thread can act upon.
         self._wakeup = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)

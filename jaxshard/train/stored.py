@@ -17,11 +17,11 @@ import numpy as np
 import tensorstore as ts
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from jaxshard.train.description import STATE, CheckpointError, Description, StoredLeaf, describe
+from jaxshard.train.description import STATE, DamagedError, Description, StoredLeaf, describe
 from jaxshard.train.digest import host_digest, host_key_digest
 
 
-class Unreadable(CheckpointError):
+class Unreadable(DamagedError):
     """A leaf whose data is missing or damaged, by its path. `reason`: why, in a few words."""
 
     def __init__(self, folder: Path, path: str, reason: str):
