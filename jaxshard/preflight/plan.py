@@ -89,6 +89,7 @@ def plan(
         strategy=replace(strategy, params=Placement(), grads=Placement(), opt=Placement()) if first else strategy,
         accumulate=accumulate,
         clip=None,
+        skip_nonfinite=False,
         precision=Precision() if precision is None else precision,
         remat="none",
         trainable=trainable,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -18,7 +19,7 @@ from jaxshard.mesh import axis_sizes, force_cpu_devices, make_mesh
 from jaxshard.models import gpt
 from jaxshard.train import data, weights
 from jaxshard.train.build import held_out_loss, model_for, training_for
-from jaxshard.train.config import Config
+from jaxshard.train.config import Config, ConfigError
 from jaxshard.train.folder import RunFolder
 from jaxshard.train.processes import agree, is_first
 from jaxshard.train.resume import Resume
@@ -72,6 +73,7 @@ def prepare(config: Config, resume: Resume | None = None) -> Session:
     )
     if config.mesh.devices is not None:
         force_cpu_devices(config.mesh.devices)
+    _check_devices()
     replica = strategy.min_replicas if config.mesh.replica is None else config.mesh.replica
     mesh = make_mesh(replica=replica, shard=config.mesh.shard)
     shape = {"context": config.model.context, "vocab": config.model.vocab}
@@ -86,6 +88,18 @@ def prepare(config: Config, resume: Resume | None = None) -> Session:
         held_out_loss=held_out_loss(model_for(config, mesh)) if config.model.dropout else None,
         training=training_for(config, mesh, strategy),
     )
+
+
+def _check_devices() -> None:
+    """Starts JAX. Raises ConfigError where it has no device of the platform that was asked for."""
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # it asserts where the platform's wheels are missing
+        asked, said = os.environ.get("JAX_PLATFORMS", ""), " ".join(str(error).split())
+        raise ConfigError(
+            f"JAX finds no device here, with JAX_PLATFORMS={asked!r}. {said} GPUs need their driver and pip install "
+            "'jax[cuda12]' or 'jax[cuda13]'; --devices N forces N CPU devices."
+        ) from error
 
 
 def evaluate(session: Session, state: Any) -> float:
