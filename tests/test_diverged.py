@@ -66,7 +66,10 @@ def test_before_the_first_checkpoint(config, tmp_path, capsys):
     huge = ["--optimizer.name", "sgd", "--optimizer.learning_rate", "1e30", "--optimizer.clip", "1e30"]
     assert train(config, tmp_path / "run", *huge) == 1
     err = capsys.readouterr().err
-    assert "There is no checkpoint yet; after it, step 2 is the first with leaves that are not finite" in err
+    assert (
+        "There is no checkpoint, but the initial state; after it, step 2 is the first with leaves that are not finite"
+        in err
+    )
     assert "grads/" in err
 
 

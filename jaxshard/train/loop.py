@@ -15,7 +15,7 @@ from rich.console import Console
 from jaxshard.train.checkpoint import Checkpoints, describe, restore
 from jaxshard.train.config import ConfigError
 from jaxshard.train.description import CheckpointError, DamagedError, steps
-from jaxshard.train.nonfinite import Diverged, described, fatal, first_bad, is_bad, named
+from jaxshard.train.nonfinite import Diverged, advice, described, fatal, first_bad, is_bad, named
 from jaxshard.train.processes import agree, is_first
 from jaxshard.train.report import Pace, progress_bar, say, summary
 from jaxshard.train.resume import Progress, check_notes, newest, notes
@@ -27,7 +27,7 @@ from jaxshard.train.watchdog import Watchdog
 def run(session: Session, console: Console) -> None:
     """Trains from where the run is, reports, and writes metrics and checkpoints; says what each device held and sent.
 
-    Asked to stop by SIGTERM or SIGINT, it finishes the step, saves and returns. Raises ConfigError when the run's
+    Asked to stop by a signal, it finishes the step, saves and returns. Raises ConfigError when the run's
     folder cannot be written or its checkpoints cannot be read, and `Diverged` at a step that is not finite.
     """
     if not is_first():
@@ -218,17 +218,12 @@ class _Run:
             state, progress = found.state, Progress(**found.notes["progress"])
             good = f"The last good checkpoint is {session.folder.checkpoints / str(steps[-1])}"
         else:
-            state, good = session.first_state(), "There is no checkpoint yet"
+            state, good = session.first_state(), "There is no checkpoint, but the initial state"
         start = progress.sequences - progress.step * batch
         step, paths = first_bad(
             session.training, state, progress.step, bad, lambda step: session.batch(start + (step - 1) * batch)
         )
-        optimizer = self.config.optimizer
-        return (
-            f"{described(row)} at step {bad}. {good}; after it, {named(paths, step)}. Lower optimizer.learning_rate = "
-            f"{optimizer.learning_rate} or optimizer.clip = {optimizer.clip}, lengthen optimizer.warmup_steps, or let "
-            "run.skip_nonfinite leave such steps out. JAX_DEBUG_NANS=1 names the line that makes the first NaN."
-        )
+        return f"{described(row)} at step {bad}. {good}; after it, {named(paths, step)}. {advice(self.config)}"
 
     def close(self) -> None:
         """The last lines."""

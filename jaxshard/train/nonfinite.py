@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxshard.train.config import Config
+
 
 class Diverged(RuntimeError):
     """The loss or a gradient is no longer a number."""
@@ -54,3 +56,17 @@ def named(paths: tuple[str, ...], step: int) -> str:
         return "made again, all steps are finite, so that it was the machine's fault"
     more = f" and {len(paths) - 3} others" if len(paths) > 3 else ""
     return f"step {step} is the first with leaves that are not finite: {', '.join(paths[:3])}{more}"
+
+
+def advice(config: Config) -> str:
+    """What to try when a run has ended at such a step."""
+    optimizer, allowed = config.optimizer, config.run.skip_nonfinite
+    ways = [
+        f"lower optimizer.learning_rate = {optimizer.learning_rate}",
+        "set optimizer.clip" if optimizer.clip is None else f"lower optimizer.clip = {optimizer.clip}",
+        "lengthen optimizer.warmup_steps",
+        f"raise run.skip_nonfinite, whose {allowed} are used up"
+        if allowed
+        else "let run.skip_nonfinite leave some out",
+    ]
+    return f"What may help: {', '.join(ways)}. JAX_DEBUG_NANS=1 names the line that makes the first NaN."

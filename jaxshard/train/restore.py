@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ class Restored:
     """state: a pytree of arrays, where the training has them. cast: the paths of the leaves that were cast."""
 
     step: int
-    state: Any
+    state: Any = field(repr=False)
     notes: Mapping[str, Any]
     cast: tuple[str, ...]
 
