@@ -118,6 +118,7 @@ def test_some_may_be_left_out(config, tmp_path, capsys, monkeypatch):
     captured = capsys.readouterr()
     assert "step 4 left out" in captured.out
     assert "the loss is nan at step 6. The last good checkpoint is" in captured.err
+    assert "raise run.skip_nonfinite, whose 1 are used up" in captured.err
 
     # Again from the last checkpoint, to the same end.
     assert train(config, tmp_path / "one", "--run.skip_nonfinite", "1") == 1
