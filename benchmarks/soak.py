@@ -64,8 +64,9 @@ class Options:
     """How often."""
     steps: int | None = None
     """Steps of the run; none: two for each kill."""
-    devices: int = 2
-    """Forced CPU devices."""
+    devices: int = 1
+    """Forced CPU devices. More take longer: with JAX 0.10 each process then compiles anew, because programs for
+    several CPU devices that come back from its cache compute something else now and then."""
     strategy: str = "zero3"
     """The strategy."""
     seed: int = 0
@@ -167,7 +168,8 @@ def main(options: Options) -> None:
     steps = options.steps or 2 * options.kills
     with tempfile.TemporaryDirectory() as scratch:
         # Every process compiles the same programs.
-        jax.config.update("jax_compilation_cache_dir", str(Path(scratch, "cache")))
+        if options.devices == 1 or jax.__version_info__ >= (0, 11):
+            jax.config.update("jax_compilation_cache_dir", str(Path(scratch, "cache")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
         folders = {}

@@ -166,7 +166,8 @@ def test_processes_that_were_started_differently(config, tmp_path):
         commands = [[*TRAIN, str(config), *run, *args[i]] for i in range(2)]
         with processes(commands, folders=[tmp_path / "0", tmp_path / "1"]) as job:
             assert [one.wait() for one in job] == [2, 2], job[0].out
-        first, second = (one.lines for one in job)
+        # JAX's own threads may log that a connection has ended.
+        first, second = ([line for line in one.lines if line.startswith("jaxshard: ")] for one in job)
         assert len(first) == len(second) == 1
         if name == "no such file":
             assert second[0].startswith("jaxshard: cannot read absent.txt")

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxshard.train import session
 from jaxshard.train.config import RunConfig
@@ -34,8 +35,13 @@ def compiled_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "training_for", training_for)
-        jax.config.update("jax_enable_compilation_cache", False)
+        _use_cache(False)
         try:
             yield
         finally:
-            jax.config.update("jax_enable_compilation_cache", True)
+            _use_cache(True)
+
+
+def _use_cache(use: bool) -> None:
+    jax.config.update("jax_enable_compilation_cache", use)
+    compilation_cache.reset_cache()  # JAX decides once whether it has one
