@@ -194,13 +194,17 @@ class Training:
         By their paths: ``("params/w", "grads/w", "grads/b")``. The state stays as it is.
         """
         check_alive(state)
+        return nonfinite_paths(self._finite(state, self.setup.place(batch)))
 
-        def found(state, batch):
+    @cached_property
+    def _finite(self) -> Callable[..., Any]:
+        def finite(state, batch):
             params, extra, key, scale = _arguments(state)
             result = _global_gradients(self.setup.program_for(batch), params, extra, batch, key, scale)
             return finite_leaves(state, result.grads)
 
-        return nonfinite_paths(jax.jit(found)(state, self.setup.place(batch)))
+        own = {name: value for name, value in self.setup.compiler_options.items() if value is not None}
+        return jax.jit(finite, compiler_options=own)
 
     def whole(self, state: TrainState) -> Any:
         """The parameters as numpy arrays, brought to the host leaf by leaf."""

@@ -6,19 +6,21 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from quick import QUICK
 
-from jaxshard.train import session
+from jaxshard.train import build, session
 from jaxshard.train.config import RunConfig
 
 
 @contextmanager
 def compiled_once() -> Iterator[None]:
-    """Inside, trainings of one configuration on one mesh are one object, and JAX's cache on disk is not used.
+    """Inside, trainings of one configuration on one mesh are one object, compiled quickly, without JAX's cache on disk.
 
     That saves most of the time of a run. And JAX 0.10 gives back programs for several CPU devices from that cache that
     compute something else now and then: their collectives do not keep their order.
@@ -35,6 +37,7 @@ def compiled_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "training_for", training_for)
+        patch.setattr(build, "parallelize", partial(build.parallelize, compiler_options=QUICK))
         _use_cache(False)
         try:
             yield
