@@ -69,9 +69,11 @@ class Process:
         assert self._process.stdout is not None
         with self._process.stdout as lines:
             for line in lines:
-                kept = GLOO.sub("", line) if "ank" in line else line
-                if not any(noise in line for noise in NOISE) and (kept == line or kept.strip(" 0123456789\n")):
-                    self._queue.put(kept.rstrip("\n"))
+                kept = GLOO.sub("", line).rstrip("\n")
+                # What is left of it, or a piece of it: a number alone.
+                piece = kept.strip().isdigit() or (kept != line.rstrip("\n") and not kept.strip(" 0123456789"))
+                if kept.strip() and not piece and not any(noise in line for noise in NOISE):
+                    self._queue.put(kept)
         self._queue.put(None)
 
     def expect(self, text: str) -> str:
