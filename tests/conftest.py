@@ -29,3 +29,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not gpus:
             item.add_marker(pytest.mark.skip(reason="needs a GPU: set JAX_PLATFORMS=cuda,cpu"))
+
+
+@pytest.fixture(scope="module")
+def compiled_once():
+    """For modules that run whole trainings: see `trains.compiled_once`."""
+    from trains import compiled_once  # here, because it imports the training program, which most tests do not need
+
+    with compiled_once():
+        yield

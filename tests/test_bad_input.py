@@ -18,20 +18,15 @@ import pytest
 from disk import files_of_at_most
 from jax.errors import JaxRuntimeError
 from test_resume import CONFIG
-from trains import compiled_once
 
 from jaxshard.cli import main
 from jaxshard.step import Training
 from jaxshard.train.checkpoint import Checkpoints, describe, verify
 from jaxshard.train.weights import export
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 TEXT = b"All that is gold does not glitter, and not all those who wander are lost. " * 200
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled_once():
-    with compiled_once():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from trains import compiled_once
 
 from jaxshard.cli import main
 from jaxshard.strategy import STRATEGIES
 from jaxshard.train import costs
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 SMALL = [path for path in sorted(CONFIGS.glob("*.toml")) if path.stem in STRATEGIES]
@@ -32,12 +33,6 @@ def losses_of(rows: list[dict[str, float]]) -> list[float]:
 def train(config: Path, folder: Path, *args: str) -> list[dict[str, float]]:
     assert main(["train", str(config), "--run.dir", str(folder), *TINY, *args]) == 0
     return records(folder)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled_once():
-    with compiled_once():
-        yield
 
 
 @pytest.fixture(scope="module")

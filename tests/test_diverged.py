@@ -5,18 +5,13 @@ import json
 import numpy as np
 import pytest
 from test_resume import CONFIG, rows, train
-from trains import compiled_once
 
 from jaxshard.step import Training
 from jaxshard.train import loop
 from jaxshard.train.checkpoint import CheckpointError, Checkpoints
 from jaxshard.train.nonfinite import fatal, is_bad
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled_once():
-    with compiled_once():
-        yield
+pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from disk import files_of_at_most
 from several import Process, environment
-from trains import compiled_once
 
 from jaxshard.cli import main
 from jaxshard.train import loop
@@ -24,6 +23,8 @@ from jaxshard.train.description import steps
 from jaxshard.train.folder import RunFolder
 from jaxshard.train.session import Session
 from jaxshard.train.stop import Stop
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
 
 CONFIG = """
 [mesh]
@@ -50,12 +51,6 @@ eval_batches = 1
 watchdog = 0
 """
 STEPS = 9
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled_once():
-    with compiled_once():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The command line: `jaxshard train`, `jaxshard compare`, `jaxshard strategies` and `jaxshard checkpoint`."""
+"""The command line: `jaxshard train`, `launch`, `compare`, `strategies` and `checkpoint`."""
 
 from __future__ import annotations
 
