@@ -131,10 +131,6 @@ class DataParallel:
         """Floats travel in the reduction's dtype."""
         return self.setup.program.precision.reduce if jnp.issubdtype(dtype, jnp.floating) else dtype
 
-    @property
-    def _options(self) -> dict[str, str]:
-        return {name: value for name, value in self.setup.compiler_options.items() if value is not None}
-
     def _broadcast(self, tree: Any) -> Any:
         return jax.device_put(tree, NamedSharding(self.mesh, P()))
 
@@ -153,7 +149,7 @@ class DataParallel:
             )
             return mapped(params, extra, key, scale, batch)
 
-        return jax.jit(gradients, compiler_options=self._options)
+        return jax.jit(gradients, compiler_options=self.setup.own_options)
 
     def _device(self, program, params, extra, key, scale, batch) -> tuple[Any, Loss, Any]:
         grads, sums, extra = local_sums(program, params, extra, batch, key, scale)
@@ -184,4 +180,4 @@ class DataParallel:
             new = updated(program, self.setup.optimizer, self.setup.where, state, result, self.setup.clip)
             return new, step_metrics(result, new)
 
-        return jax.jit(update, donate_argnums=0, compiler_options=self._options)
+        return jax.jit(update, donate_argnums=0, compiler_options=self.setup.own_options)

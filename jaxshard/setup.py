@@ -56,6 +56,11 @@ class Setup:
         return {axis: sizes[axis] for axis in BATCH_AXES} | {"accumulate": self.program.accumulate}
 
     @property
+    def own_options(self) -> dict[str, str]:
+        """The caller's XLA options alone, without the strategy's and without those that it only drops."""
+        return {name: value for name, value in self.compiler_options.items() if value is not None}
+
+    @property
     def state_shapes(self) -> TrainState:
         """The state as ShapeDtypeStructs that carry their shardings."""
         return jax.tree.map(shape_at, self.where.shapes, self.where.shardings)

@@ -203,8 +203,7 @@ class Training:
             result = _global_gradients(self.setup.program_for(batch), params, extra, batch, key, scale)
             return finite_leaves(state, result.grads)
 
-        own = {name: value for name, value in self.setup.compiler_options.items() if value is not None}
-        return jax.jit(finite, compiler_options=own)
+        return jax.jit(finite, compiler_options=self.setup.own_options)
 
     def whole(self, state: TrainState) -> Any:
         """The parameters as numpy arrays, brought to the host leaf by leaf."""
