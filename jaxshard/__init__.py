@@ -20,6 +20,7 @@ from jaxshard.strategy import (
     ZERO3,
     Placement,
     Strategy,
+    offload,
 )
 
 __all__ = [
@@ -45,5 +46,6 @@ __all__ = [
     "force_cpu_devices",
     "init_layers",
     "make_mesh",
+    "offload",
     "parallelize",
 ]

@@ -23,7 +23,7 @@ from jaxshard.collectives import Route
 from jaxshard.mesh import axis_sizes, size_over
 from jaxshard.onshard import read_once, sliced_dims
 from jaxshard.precision import Precision
-from jaxshard.strategy import BATCH_AXES, SHARD, Placement, Strategy
+from jaxshard.strategy import BATCH_AXES, HOST, SHARD, Placement, Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +57,12 @@ def spec_of(dim: int | None, axes: Sequence[str]) -> P:
     return P() if dim is None or not axes else P(*(None,) * dim, tuple(axes))
 
 
+def _is_key(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
 def _itemsize(dtype: Any) -> int:
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    if _is_key(dtype):
         return math.prod(jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype)).shape) * 4
     return jnp.dtype(dtype).itemsize
 
@@ -113,7 +117,7 @@ def _leaf(path: str, x: Any, sliced: set[int], pieces: int, trainable: bool) -> 
     because = ""
     if not x.shape:
         because = "a scalar"
-    elif jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    elif _is_key(x.dtype):
         because = "a PRNG key"
     elif math.prod(x.shape) == 0:
         because = "empty"
@@ -226,14 +230,35 @@ def optimizer_layout(opt_state: Any, params_layout: Any, pieces: int) -> Any:
     return jax.tree_util.tree_map_with_path(place, opt_state)
 
 
+def in_host_memory(tree_layout: Any, placement: Placement) -> frozenset[str]:
+    """The paths of the leaves that lie in host memory: the largest, until they are the placement's fraction of all."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree_layout) if leaf.shape and leaf.bytes and not _is_key(leaf.dtype)]
+    wanted = placement.fraction * sum(leaf.bytes for leaf in leaves) if placement.memory == HOST else 0
+    found = set()
+    for leaf in sorted(leaves, key=lambda leaf: -leaf.bytes):
+        if wanted <= 0:
+            break
+        found.add(leaf.path)
+        wanted -= leaf.bytes
+    return frozenset(found)
+
+
 def shardings(tree_layout: Any, placement: Placement, mesh: Mesh) -> Any:
     """Where the leaves of a layout live under a placement."""
-    return jax.tree.map(lambda leaf: sharding(leaf.spec(placement), placement, mesh), tree_layout)
+    hosted = in_host_memory(tree_layout, placement)
+    return jax.tree.map(
+        lambda leaf: sharding(leaf.spec(placement), placement, mesh, HOST if leaf.path in hosted else None), tree_layout
+    )
 
 
-def sharding(spec: P, placement: Placement, mesh: Mesh) -> Sharding:
-    """A spec on the devices of a placement."""
-    return SingleDeviceSharding(mesh.devices.flat[0]) if placement.devices == "first" else NamedSharding(mesh, spec)
+def sharding(spec: P, placement: Placement, mesh: Mesh, memory: str | None = None) -> Sharding:
+    """A spec on the devices of a placement. memory: None is their own."""
+    if placement.devices == "first":
+        return SingleDeviceSharding(mesh.devices.flat[0], memory_kind=memory)
+    found = NamedSharding(mesh, spec, memory_kind=memory)
+    # Devices that are not there have no memories, and JAX drops the word silently; an abstract mesh keeps it.
+    known = memory is None or found.memory_kind == memory
+    return found if known else NamedSharding(mesh.abstract_mesh, spec, memory_kind=memory)
 
 
 def shape_at(x: Any, at: Sharding) -> jax.ShapeDtypeStruct:

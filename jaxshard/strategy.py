@@ -14,6 +14,9 @@ from typing import Literal
 REPLICA, SHARD = "replica", "shard"
 BATCH_AXES = (REPLICA, SHARD)
 """The mesh axes over which the global batch is split, outermost first."""
+DEVICE, HOST = "device", "pinned_host"
+STATES = ("params", "grads", "opt")
+"""What a strategy places, in the order of the ladder."""
 
 
 def _choice(kind: str, field: str, value: object, valid: tuple[str, ...]) -> None:
@@ -26,12 +29,15 @@ class Placement:
     """Where one of the three states lives.
 
     axes: the mesh axes it is split over, in order; ``()`` is whole on every device.
-    memory: ``"device"``. (Host memory is a placement too, and is not there yet.)
+    memory: ``"device"``, or ``"pinned_host"`` for memory of the host that devices read and write by themselves. Each
+        piece lies on the host of the device that would hold it. Scalars stay on the devices.
+    fraction: how much of it lies in ``pinned_host``, 0 to 1 by bytes, the largest leaves first.
     devices: ``"all"``, or ``"first"`` for a state that only the first device holds.
     """
 
     axes: tuple[str, ...] = ()
-    memory: Literal["device"] = "device"
+    memory: Literal["device", "pinned_host"] = "device"
+    fraction: float = 1.0
     devices: Literal["all", "first"] = "all"
 
     def __post_init__(self):
@@ -42,15 +48,24 @@ class Placement:
                 f"Placement(axes={self.axes}): a state can be split over each of {BATCH_AXES} at most once, "
                 "because these are the axes that split the batch."
             )
-        _choice("Placement", "memory", self.memory, ("device",))
+        _choice("Placement", "memory", self.memory, (DEVICE, HOST))
+        if isinstance(self.fraction, bool) or not isinstance(self.fraction, int | float) or not 0 <= self.fraction <= 1:
+            raise ValueError(f"Placement(fraction={self.fraction!r}): a share of the bytes, 0 to 1.")
+        if self.memory == DEVICE and self.fraction != 1:
+            raise ValueError(
+                f"Placement(memory='device', fraction={self.fraction}): it is the fraction in host memory; add "
+                "memory='pinned_host'."
+            )
         _choice("Placement", "devices", self.devices, ("all", "first"))
         if self.devices == "first" and self.axes:
             raise ValueError(f"Placement(devices='first', axes={self.axes}): what one device holds is not split.")
 
     def __str__(self) -> str:
-        if self.devices == "first":
-            return "whole on the first device"
-        return f"split over {' x '.join(self.axes)}" if self.axes else "whole"
+        split = f"split over {' x '.join(self.axes)}" if self.axes else "whole"
+        split += " on the first device" if self.devices == "first" else ""
+        if self.memory == DEVICE:
+            return split
+        return f"{split}, in host memory" if self.fraction == 1 else f"{split}, {self.fraction:g} of it in host memory"
 
 
 WHOLE = Placement()
@@ -76,6 +91,10 @@ class Strategy:
     prefer: ``"speed"`` leaves the compiler free to start a gather early; ``"memory"`` ties each gather
         to its moment of use.
     bucket_mb: how many MiB of collectives the compiler may combine into one; None leaves its default.
+    update: where states in host memory are updated: ``"device"``: brought there piece by piece, and taken back;
+        ``"host"``: by the host's processor; ``"auto"``: what takes less time by `offload.update_costs`.
+    buffers: how many pieces of a leaf are on a device at a time when it is updated from host memory: with 2 the next
+        one is on its way while one is updated.
     min_replicas: the least size of the replica axis that this strategy makes sense for.
 
     Raises ValueError when the placements are no ladder or a choice is unknown.
@@ -89,6 +108,8 @@ class Strategy:
     reduce: Literal["microbatch", "step"] = "microbatch"
     prefer: Literal["speed", "memory"] = "speed"
     bucket_mb: float | None = None
+    update: Literal["auto", "device", "host"] = "auto"
+    buffers: int = 2
     min_replicas: int = 1
 
     def defers(self, accumulate: int) -> bool:
@@ -99,12 +120,15 @@ class Strategy:
         _choice("Strategy", "gather", self.gather, ("use", "step"))
         _choice("Strategy", "reduce", self.reduce, ("microbatch", "step"))
         _choice("Strategy", "prefer", self.prefer, ("speed", "memory"))
-        rungs = (self.params, self.grads, self.opt)
+        _choice("Strategy", "update", self.update, ("auto", "device", "host"))
+        if isinstance(self.buffers, bool) or not isinstance(self.buffers, int) or self.buffers < 1:
+            raise ValueError(
+                f"Strategy(buffers={self.buffers!r}): how many pieces are on a device at a time, 1 or more."
+            )
+        rungs = tuple(getattr(self, state) for state in STATES)
         for low, high in itertools.pairwise(rungs):
             if high.axes[: len(low.axes)] != low.axes or low.devices != high.devices:
-                ladder = "\n".join(
-                    f"  {name:6} {placement}" for name, placement in zip(("params", "grads", "opt"), rungs, strict=True)
-                )
+                ladder = "\n".join(f"  {name:6} {placement}" for name, placement in zip(STATES, rungs, strict=True))
                 raise ValueError(
                     f"these placements are no ladder:\n{ladder}\n"
                     "The axes of params must begin those of grads, and these must begin those of opt, because "
@@ -159,8 +183,36 @@ def named(strategy: str | Strategy) -> Strategy:
 
 
 def name_of(strategy: Strategy) -> str:
-    """The first name of a built-in strategy; of a user's own, its placements."""
-    for name, known in STRATEGIES.items():
-        if known == strategy:
-            return name
-    return f"params {strategy.params}, grads {strategy.grads}, opt {strategy.opt}"
+    """The first name of a built-in strategy, and what of it is in host memory; of a user's own, its placements."""
+    held = [state for state in STATES if getattr(strategy, state).memory == HOST]
+    fractions = {getattr(strategy, state).fraction for state in held}
+    near = offload(strategy, "none")
+    name = next((name for name, known in STRATEGIES.items() if known == near), None)
+    if name is None or len(fractions) > 1:
+        return f"params {strategy.params}, grads {strategy.grads}, opt {strategy.opt}"
+    if not held:
+        return name
+    return f"{name} + offload {'+'.join(reversed(held))}" + (f" ({fractions.pop():g})" if fractions != {1} else "")
+
+
+def offload(strategy: str | Strategy, states: str, *, fraction: float = 1.0) -> Strategy:
+    """The same strategy with some of its states in host memory, and the others on the devices.
+
+    states: ``"none"``, ``"all"``, or names out of params, grads and opt joined by ``+``, such as ``"opt+params"``.
+    fraction: of their bytes, the largest leaves first.
+
+    Raises ValueError for another word, or a fraction below 0 or above 1.
+    """
+    strategy = named(strategy)
+    words = {"none": [], "all": list(STATES)}.get(states, states.split("+") if isinstance(states, str) else [states])
+    if any(word not in STATES for word in words) or len(set(words)) != len(words):
+        raise ValueError(
+            f"offload={states!r}: 'none', 'all', or one or more of {', '.join(STATES)} joined by +, as in 'opt+params'."
+        )
+    placements = {
+        state: replace(getattr(strategy, state), memory=HOST, fraction=fraction)
+        if state in words
+        else replace(getattr(strategy, state), memory=DEVICE, fraction=1.0)
+        for state in STATES
+    }
+    return replace(strategy, **placements)
