@@ -61,6 +61,8 @@ SENT = {
     },
     "products": {},
     "from_host": {},
+    "streamed": {},
+    "on_host": {},
 }
 # 2 for each multiply-add. The convolution of 15 rows with a stride of 2 has 22 pairs of a row and a row of the kernel
 # that is inside, and of 16 columns with a stride of 1 it has 46.
@@ -199,7 +201,8 @@ def test_bytes_from_the_host(source):
     """Each layer is read once, not the stack of layers in each iteration."""
     done = work(hlo.parse(text_of("from_host", source)))
     layer = 512 * 512 * 4
-    assert sum(one.host_bytes * one.times for one in done) == 4 * layer
+    assert sum(one.to_device * one.times for one in done) == 4 * layer
+    assert not any(one.to_host for one in done)
     moved = sum(one.bytes * one.times for one in done)
     assert 2 * 4 * layer < moved < 3 * 4 * layer, "written here, read by the product, and little more"
 

@@ -19,6 +19,7 @@ from jaxshard.compiled.walk import walk
 from jaxshard.contract import Collective
 from jaxshard.preflight import messages, target
 from jaxshard.preflight.device import Device, Link
+from jaxshard.preflight.lanes import OFFLOAD
 from jaxshard.preflight.messages import Message
 from jaxshard.preflight.records import from_json, to_json
 from jaxshard.preflight.target import Target
@@ -132,10 +133,11 @@ def test_what_bounds_a_kernel():
     # The fusion reads 500000 bytes and writes as many; the sum reads twice that. 100000 bytes go to the host.
     assert lanes(found) == [
         ("double", "compute", 0, 1),
-        ("sent-start", "host", 1, 1),
+        ("sent-start", "to host", 1, 1),
         ("twice", "compute", 1, 1.5),
     ]
     assert (found.seconds, found.memory, found.matmul, found.host, found.bound_by) == (2.5, 2.5, 0, 0, "memory")
+    assert (found.to_device, found.to_host) == (0, 1)
     assert found.hidden == 1.0  # nothing was sent
 
 
@@ -257,7 +259,7 @@ def test_what_holds_of_any_program(path, name):
     assert 0 <= found.exposed <= found.messages * (1 + 1e-9)
     for one in found.passes:
         assert one.seconds * one.times <= found.seconds * (1 + 1e-9)
-        for lane in ("compute", "collectives", "host"):
+        for lane in ("compute", "collectives", *OFFLOAD):
             events = [event for event in one.events if event.lane == lane]
             for before, after in itertools.pairwise(events):
                 assert before.start + before.seconds <= after.start * (1 + 1e-9)

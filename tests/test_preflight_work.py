@@ -100,12 +100,12 @@ ENTRY %main (x: f32[8,128], row: f32[1,128], at: s32[]) -> f32[8,128] {
 
 def test_operations_that_take_or_put_a_part():
     row, whole = 128 * 4, 8 * 128 * 4
-    moved = {one.name: (one.bytes, one.host_bytes) for one in work(hlo.parse(OPERATIONS))}
+    moved = {one.name: (one.bytes, one.to_device, one.to_host) for one in work(hlo.parse(OPERATIONS))}
     assert moved == {
-        "taken": (2 * row, 0),
-        "put": (2 * row, 0),
-        "sent-start": (row, row),
-        "double": (3 * whole, 0),
+        "taken": (2 * row, 0, 0),
+        "put": (2 * row, 0, 0),
+        "sent-start": (row, 0, row),
+        "double": (3 * whole, 0, 0),
     }
 
 

@@ -45,9 +45,14 @@ class Facts:
         return sum(one.bytes * one.times for one in self.work)
 
     @property
-    def host_bytes(self) -> int:
-        """Read from and written to the host's memory."""
-        return sum(one.host_bytes * one.times for one in self.work)
+    def to_device(self) -> int:
+        """What crosses the link from the host's memory to the device."""
+        return sum(one.to_device * one.times for one in self.work)
+
+    @property
+    def to_host(self) -> int:
+        """What crosses the link from the device to the host's memory."""
+        return sum(one.to_host * one.times for one in self.work)
 
     @property
     def wire_bytes(self) -> int:

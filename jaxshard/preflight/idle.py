@@ -19,8 +19,8 @@ from jaxshard.preflight.timeline import Pass
 class Idle:
     """Time in which no kernel of a pass runs.
 
-    kind: ``loop``, ``exposed`` (only messages run) or ``host`` (only transfers do). start: seconds since the pass
-    began. label: of a loop which it is and how often it runs, where that is known.
+    kind: ``loop``, ``exposed`` (only messages run) or ``host`` (only transfers do, or the host's processor). start:
+    seconds since the pass began. label: of a loop which it is and how often it runs, where that is known.
     """
 
     kind: str
@@ -64,4 +64,4 @@ def _wait(begin: float, end: float, others: Iterable[Event], near: float) -> lis
     lanes = {x.lane for x in others if abs(x.start + x.seconds - end) <= near}
     if not lanes:  # several loops, or one that messages of its own held up
         return [Idle(kind="loop", start=begin, seconds=end - begin, label="loops")]
-    return [Idle(kind="host" if "host" in lanes else "exposed", start=begin, seconds=end - begin)]
+    return [Idle(kind="exposed" if lanes == {"collectives"} else "host", start=begin, seconds=end - begin)]

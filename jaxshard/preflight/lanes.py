@@ -18,15 +18,19 @@ from jaxshard.preflight.work import Work, work_of
 # and of the memory's bandwidth.
 _MATMUL, _ATTENTION, _MEMORY = 0.8, 0.55, 0.85
 
+TO_DEVICE, TO_HOST, HOST = "to device", "to host", "host"
+OFFLOAD = (TO_DEVICE, TO_HOST, HOST)
+"""The lanes of transfers from the host's memory and to it, which pass each other, and of the host's own processor."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
     """One instruction that runs.
 
-    lane: ``compute``, ``collectives``, or ``host`` for asynchronous transfers to and from the host's memory.
-    kind: ``matmul``, ``attention``, ``memory`` or ``host``, what bounds it; of a message its kind, such as
-    ``all_gather``. start: seconds since its pass began. label: of a message its leaves and axes; else where in the
-    model it comes from, and the shape that it gives.
+    lane: ``compute``, ``collectives``, or one of `OFFLOAD` for what is asynchronous there. kind: ``matmul``,
+    ``attention``, ``memory`` or ``host``, what bounds it; of a message its kind, such as ``all_gather``. start: seconds
+    since its pass began. label: of a message its leaves and axes; else where in the model it comes from, and the shape
+    that it gives.
     """
 
     name: str
@@ -46,22 +50,23 @@ class Lanes:
     """The lanes while a computation runs; all are empty when it begins.
 
     now: when the compute lane is free. events: without those inside of loops; all other figures are with them.
-    busy: seconds by kind of what runs on the compute lane. messages: of the collectives lane. transfers: of the host
-    lane. exposures: seconds in which only messages run, by kind and axes. host: in which only transfers do.
+    busy: seconds by kind of what runs on the compute lane. messages: of the collectives lane. offload: of those of
+    `OFFLOAD`. exposures: seconds in which only messages run, by kind and axes. host: in which the compute lane waits
+    for `OFFLOAD`.
     """
 
     now: float = 0.0
     events: list[Event] = field(default_factory=list)
     busy: defaultdict[str, float] = field(default_factory=_zeros)
     messages: float = 0.0
-    transfers: float = 0.0
+    offload: defaultdict[str, float] = field(default_factory=_zeros)
     exposures: defaultdict[str, float] = field(default_factory=_zeros)
     host: float = 0.0
     # When the other lanes are free, what lies on the collectives lane as (end, seconds, title), and the end of what
     # was started, by the names it is waited for by.
     _free: defaultdict[str, float] = field(default_factory=_zeros)
     _sent: list[tuple[float, float, str]] = field(default_factory=list)
-    _ends: dict[str, tuple[str, float]] = field(default_factory=dict)
+    _ends: defaultdict[str, list[tuple[str, float]]] = field(default_factory=lambda: defaultdict(list))
 
     def compute(self, name: str, kind: str, seconds: float, label: str) -> None:
         if seconds:
@@ -71,17 +76,20 @@ class Lanes:
         self.busy[kind] += seconds
         self.now += seconds
 
-    def start(self, name: str, lane: str, kind: str, seconds: float, label: str, title: str = "") -> None:
-        """Puts something on another lane, behind what is there."""
-        begun = max(self.now, self._free[lane])
+    def start(
+        self, name: str, lane: str, kind: str, seconds: float, label: str, *, title: str = "", after: float = 0.0
+    ) -> float:
+        """Puts something on another lane, behind what is there, and says when it ends. after: the earliest moment."""
+        begun = max(self.now, after, self._free[lane])
         self.events.append(Event(name=name, lane=lane, kind=kind, start=begun, seconds=seconds, label=label))
         self._free[lane] = begun + seconds
-        self._ends[name] = lane, begun + seconds
+        self._ends[name].append((lane, begun + seconds))
         if lane == "collectives":
             self._sent.append((begun + seconds, seconds, title))
             self.messages += seconds
         else:
-            self.transfers += seconds
+            self.offload[lane] += seconds
+        return begun + seconds
 
     def rename(self, name: str, further: str) -> None:
         """What was started under a name goes on under another."""
@@ -90,8 +98,8 @@ class Lanes:
 
     def wait(self, name: str) -> None:
         """Lets the compute lane wait for what was started under a name, if anything was."""
-        if name in self._ends:
-            self._wait(*self._ends.pop(name))
+        for lane, end in self._ends.pop(name, ()):
+            self._wait(lane, end)
 
     def include(self, other: Lanes) -> None:
         """Runs, once, what ran from empty lanes to empty lanes."""
@@ -122,13 +130,12 @@ class Lanes:
         """
         before = self.now
         self.now += body.now * times
-        for total, once in (self.busy, body.busy), (self.exposures, body.exposures):
+        for total, once in (self.busy, body.busy), (self.exposures, body.exposures), (self.offload, body.offload):
             for key, seconds in once.items():
                 total[key] += seconds * times
         self.messages += body.messages * times
-        self.transfers += body.transfers * times
         self.host += body.host * times
-        for lane, busy in ("collectives", body.messages), ("host", body.transfers):
+        for lane, busy in {"collectives": body.messages, **body.offload}.items():
             late = self._free[lane] + busy * times - self.now
             if busy and self._free[lane] > before and late > 0:
                 if lane == "collectives":
@@ -189,7 +196,7 @@ class _Simulation:
             kind, seconds = self._cost(work)
             made = " ".join((_scope(one), *_shape(one)))
             if kind == "host" and one.opcode.endswith("-start"):
-                lanes.start(one.name, "host", kind, seconds, made)
+                self._transfer(lanes, one.name, work, made)
             else:
                 lanes.compute(one.name, kind, seconds, made)
 
@@ -210,13 +217,21 @@ class _Simulation:
         if not one.opcode.endswith("-start") or any('"is_sync":true' in x.attributes for x in (one, *inner)):
             lanes.wait(one.name)
 
+    def _transfer(self, lanes: Lanes, name: str, work: Work, made: str) -> None:
+        """What passes the link, both ways at once; or to the host, what its processor does, and back from there."""
+        end = 0.0
+        for lane, bytes in (TO_HOST, work.to_host), (HOST, work.on_host), (TO_DEVICE, work.to_device):
+            if bytes:
+                begun = end if work.on_host else 0.0
+                end = lanes.start(name, lane, "host", bytes / self.device.host_bandwidth, made, after=begun)
+
     def _start(self, lanes: Lanes, one: Instruction) -> None:
         """What is wrapped to run asynchronously: on the host if it says so, else among the other kernels."""
         for body in self.module.called(one):
             if 'async_execution_thread="host"' in one.attributes:
                 done = [work_of(self.module, body, x) for x in body.instructions.values()]
-                moved = sum(work.bytes + work.host_bytes for work in done if work)
-                lanes.start(one.name, "host", "host", moved / self.device.host_bandwidth, _scope(one))
+                moved = sum(work.bytes + work.to_device + work.to_host for work in done if work)
+                lanes.start(one.name, HOST, "host", moved / self.device.host_bandwidth, _scope(one))
             else:
                 self._run(lanes, body)
 
@@ -226,7 +241,7 @@ class _Simulation:
         bounds = {
             "attention" if attention else "matmul": work.flops and work.flops / self._rate(work.dtype, attention),
             "memory": work.bytes / (self.device.memory_bandwidth * _MEMORY),
-            "host": work.host_bytes / self.device.host_bandwidth,
+            "host": max(work.to_device, work.to_host, work.on_host) / self.device.host_bandwidth,
         }
         kind = max(bounds, key=bounds.__getitem__)
         return kind, bounds[kind]

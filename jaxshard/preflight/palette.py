@@ -56,6 +56,6 @@ KERNELS = {
     "matmul": _paint("#4b5a6b", "matmul", "bound by FLOP/s", _WHITE),
     "attention": _paint("#74879b", "attention", "cuDNN's attention, bound by FLOP/s", _WHITE),
     "memory": _paint("#b9c4cf", "memory", "bound by the bytes that they read and write"),
-    "host": _paint(_YELLOW, "host", "transfers to and from the host's memory"),
+    "host": _paint(_YELLOW, "host", "transfers to and from the host's memory, and what its processor does"),
 }
 """Kernels by what bounds them."""

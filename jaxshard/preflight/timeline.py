@@ -16,7 +16,7 @@ from typing import Any
 
 from jaxshard.compiled.hlo import Computation, Module
 from jaxshard.compiled.walk import walk
-from jaxshard.preflight.lanes import Event, Lanes, simulate
+from jaxshard.preflight.lanes import TO_DEVICE, TO_HOST, Event, Lanes, simulate
 from jaxshard.preflight.target import Target
 
 __all__ = ["Event", "Pass", "Timeline", "timeline"]
@@ -44,9 +44,10 @@ class Timeline:
 
     seconds: all of it; compute + exposed + host. compute: in which kernels run; matmul: of these, bound by FLOP/s;
     memory: bound by bytes. messages: what collectives take, hidden or not. exposed: in which only messages run, by
-    kind and axes in `exposures`. host: in which only transfers to and from the host run. passes: what is outside of
-    all loops, and the loops', what takes the most first. slowest: kernels and messages that take the most in a step,
-    over all their runs; start is that of the first.
+    kind and axes in `exposures`. host: in which only transfers to and from the host run, or its processor does;
+    to_device, to_host: what the transfers take, hidden or not. passes: what is outside of all loops, and the loops',
+    what takes the most first. slowest: kernels and messages that take the most in a step, over all their runs; start is
+    that of the first.
     """
 
     seconds: float
@@ -59,6 +60,8 @@ class Timeline:
     exposures: dict[str, float]
     passes: tuple[Pass, ...]
     slowest: tuple[Event, ...]
+    to_device: float = 0.0
+    to_host: float = 0.0
 
     @property
     def hidden(self) -> float:
@@ -79,10 +82,12 @@ def timeline(module: Module, mesh: Mapping[str, int], target: Target) -> Timelin
 
     Kernels run one after another in the order of the text, each as long as its FLOPs at the rate that matrix products
     reach, or its bytes at 85 % of the memory's bandwidth, whichever is longer. Beside them messages run one at a time,
-    from where they start to where they are waited for. A loop's body is timed once, with nothing under way when it
-    begins or ends, and counts as often as it runs: what its first and last run have less or more to wait for is left
-    out. A message that is under way when a loop starts goes on beside it, and delays it only if the links cannot carry
-    both. Of a conditional's branches the slowest counts; a loop of unknown length counts as one run.
+    from where they start to where they are waited for. So do transfers from the host's memory, and beside those
+    transfers to it, at the bandwidth of the link; the host's processor is taken to read and write as fast. A loop's
+    body is timed once, with nothing under way when it begins or ends, and counts as often as it runs: what its first
+    and last run have less or more to wait for is left out. A message or transfer that is under way when a loop starts
+    goes on beside it, and delays it only if the links cannot carry both. Of a conditional's branches the slowest
+    counts; a loop of unknown length counts as one run.
 
     Raises ValueError for CPU devices: what their program would take says nothing of a GPU.
     """
@@ -105,6 +110,8 @@ def timeline(module: Module, mesh: Mapping[str, int], target: Target) -> Timelin
         exposures=dict(step.exposures),
         passes=passes,
         slowest=_slowest(passes),
+        to_device=step.offload[TO_DEVICE],
+        to_host=step.offload[TO_HOST],
     )
 
 

@@ -13,7 +13,7 @@ from matplotlib.path import Path
 from matplotlib.ticker import MaxNLocator
 
 from jaxshard.preflight.idle import Idle, idle
-from jaxshard.preflight.lanes import Event
+from jaxshard.preflight.lanes import OFFLOAD, Event
 from jaxshard.preflight.palette import KERNELS, KINDS, Paint
 from jaxshard.preflight.plots import ALERT, FAINT, INK, PAPER, QUIET, WIDTH, figure, text_width
 from jaxshard.preflight.timeline import Pass, Timeline
@@ -93,7 +93,8 @@ def _height(one: Panel, width: float) -> float:
 
 def _lanes(one: Panel) -> list[str]:
     """Those under the compute lane."""
-    return ["collectives", *(["host"] if any(event.lane == "host" for event in one.run.events) else [])]
+    used = {event.lane for event in one.run.events}
+    return ["collectives", *(lane for lane in OFFLOAD if lane in used)]
 
 
 def _title(one: Panel) -> str:

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,7 @@ _FREE = {
 }
 _SLICES = ("dynamic-slice", "slice", "gather")
 _UPDATES = ("dynamic-update-slice", "scatter")
+_ALLOCATION = "AllocateBuffer"  # a custom call that makes room, and writes nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +29,9 @@ class Work:
 
     name, opcode: of the instruction. times: how often it runs in a step. loops: as in `walk.Site`.
     flops: of matrix products, convolutions and cuDNN's attention, 2 for each multiply-add; all else is bound by memory.
-    dtype: of what they multiply. bytes: read from and written to the device's memory. host_bytes: the same of the
-    host's. target: of a custom call.
+    dtype: of what they multiply. bytes: read from and written to the device's memory. to_device, to_host: over the link
+    to the host's memory; what a device copies inside of that passes it both ways. on_host: read and written by the
+    host's own processor, which passes nothing. target: of a custom call.
     """
 
     name: str
@@ -38,7 +41,9 @@ class Work:
     flops: int
     dtype: str
     bytes: int
-    host_bytes: int
+    to_device: int
+    to_host: int
+    on_host: int = 0
     target: str = ""
 
 
@@ -57,7 +62,8 @@ def work_of(module: Module, computation: Computation, one: Instruction) -> Work 
     if one.opcode in _FREE:
         return None
     flops = _flops(module, computation, one)
-    moved = list(_moved(module, computation, one))
+    read, written = (_bytes(arrays) for arrays in _moved(module, computation, one))
+    by_host = _runs_on_host(one)
     return Work(
         name=one.name,
         opcode=one.opcode,
@@ -65,10 +71,28 @@ def work_of(module: Module, computation: Computation, one: Instruction) -> Work 
         loops=(),
         flops=sum(count for count, _ in flops),
         dtype=max(flops, default=(0, ""))[1],
-        bytes=sum(array.bytes for array in moved if array.space != HOST),
-        host_bytes=sum(array.bytes for array in moved if array.space == HOST),
+        bytes=read.device + written.device,
+        # To the host's processor it is the device's memory that lies at the other end.
+        to_device=written.device if by_host else read.host,
+        to_host=read.device if by_host else written.host,
+        on_host=sum(read) + sum(written) if by_host else 0,
         target=_target(one) if one.opcode == "custom-call" else "",
     )
+
+
+class _Bytes(NamedTuple):
+    device: int
+    host: int
+
+
+def _bytes(arrays: Iterable[Array]) -> _Bytes:
+    """By the memory that they lie in."""
+    sizes = [(array.space == HOST, array.bytes) for array in arrays]
+    return _Bytes(*(sum(size for host, size in sizes if host == wanted) for wanted in (False, True)))
+
+
+def _runs_on_host(one: Instruction) -> bool:
+    return 'async_execution_thread="host"' in one.attributes
 
 
 def uncounted(module: Module) -> tuple[str, ...]:
@@ -77,7 +101,7 @@ def uncounted(module: Module) -> tuple[str, ...]:
     for site in walk(module):
         if site.instruction.opcode == "custom-call" and not _flops(module, site.computation, site.instruction):
             targets[_target(site.instruction)] = None
-    return tuple(name for name in targets if name != "AllocateBuffer")
+    return tuple(name for name in targets if name != _ALLOCATION)
 
 
 def _target(one: Instruction) -> str:
@@ -165,34 +189,30 @@ def _window(one: Instruction):
     return of
 
 
-def _moved(module: Module, computation: Computation, one: Instruction) -> Iterable[Array]:
-    """The arrays, or parts of arrays, that an instruction reads and writes."""
+def _moved(module: Module, computation: Computation, one: Instruction) -> tuple[list[Array], list[Array]]:
+    """The arrays, or parts of arrays, that an instruction reads, and those that it writes."""
     operands = computation.operands(one)
     if one.opcode in ("fusion", "fusion-start"):
         (inner,) = module.called(one)
         parameters = sorted(
             (x for x in inner.instructions.values() if x.opcode == "parameter"), key=lambda x: int(x.literal)
         )
-        for parameter, operand in zip(parameters, operands, strict=True):
-            yield from _placed(_read(inner, parameter), operand.arrays)
-        yield from _written(inner, inner.instructions[inner.root])
-        return
-    yield from _part(computation, one, operands)
+        given = zip(parameters, operands, strict=True)
+        read = [part for parameter, operand in given for part in _placed(_read(inner, parameter), operand.arrays)]
+        return read, list(_written(inner, inner.instructions[inner.root]))
+    if _target(one) == _ALLOCATION:
+        return [], []
+    return _part(computation, one, operands)
 
 
-def _part(computation: Computation, one: Instruction, operands: list[Instruction]) -> Iterable[Array]:
+def _part(computation: Computation, one: Instruction, operands: list[Instruction]) -> tuple[list[Array], list[Array]]:
     """What a single operation moves; those that take or put a part move no more than that."""
     if one.opcode in _SLICES:
-        yield from _placed(one.arrays, operands[0].arrays)
-        yield from one.arrays
-    elif one.opcode in _UPDATES:
+        return list(_placed(one.arrays, operands[0].arrays)), list(one.arrays)
+    if one.opcode in _UPDATES:
         update = _update(computation, one)
-        yield from update.arrays
-        yield from _placed(update.arrays, one.arrays)
-    else:
-        for operand in operands:
-            yield from operand.arrays
-        yield from _results(computation, one)
+        return list(update.arrays), list(_placed(update.arrays, one.arrays))
+    return [array for operand in operands for array in operand.arrays], list(_results(computation, one))
 
 
 def _results(computation: Computation, one: Instruction) -> tuple[Array, ...]:

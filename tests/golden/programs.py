@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import compute_on
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -17,20 +18,28 @@ SIZES = {"replica": 2, "shard": 4}
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A function of arrays, its arguments (shape, dtype, spec[, memory]), and XLA options to compile it with."""
+    """A function of arrays, its arguments (shape, dtype, spec[, memory]), and XLA options to compile it with.
+
+    donated: the arguments in whose place results lie, in their order; all other results lie where they are made.
+    """
 
     fn: Callable[[Mesh], Callable[..., Any]]
     args: tuple[tuple[Any, ...], ...]
     options: dict[str, str] = field(default_factory=dict)
+    donated: tuple[int, ...] = ()
 
     def compiled(self, mesh: Mesh) -> Any:
-        shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, *_ in self.args]
         shardings = [
             # The mesh of a compile-only device would drop the memory silently; its abstract mesh keeps it.
             NamedSharding(mesh.abstract_mesh, spec, memory_kind=memory[0]) if memory else NamedSharding(mesh, spec)
             for _, _, spec, *memory in self.args
         ]
-        traced = jax.jit(self.fn(mesh), in_shardings=tuple(shardings)).trace(*shapes)
+        shapes = [
+            jax.ShapeDtypeStruct(shape, dtype, sharding=at)
+            for (shape, dtype, *_), at in zip(self.args, shardings, strict=True)
+        ]
+        results = tuple(shardings[i] for i in self.donated) or None
+        traced = jax.jit(self.fn(mesh), out_shardings=results, donate_argnums=self.donated).trace(*shapes)
         platform = mesh.devices.flat[0].platform
         lowered = traced.lower(lowering_platforms=("cuda" if platform == "gpu" else platform,))
         return lowered.compile(compiler_options=dict(self.options))
@@ -90,7 +99,33 @@ def from_host(x, weights):
     return lax.scan(layer, x, weights)[0]
 
 
+def streamed(grads, moment):
+    """A momentum in host memory, brought to the device layer by layer, updated, and taken back."""
+
+    def layer(i, moment):
+        here = jax.device_put(lax.dynamic_slice_in_dim(moment, i, 1, 0), jax.memory.Space.Device)
+        there = jax.device_put(0.9 * here + lax.dynamic_slice_in_dim(grads, i, 1, 0), jax.memory.Space.Host)
+        return lax.dynamic_update_slice_in_dim(moment, there, i, 0)
+
+    return (lax.fori_loop(0, grads.shape[0], layer, moment),)
+
+
+def on_host(grads, params, moment):
+    """Parameters that the host's processor updates, with a momentum that stays in its memory."""
+
+    def update(grads, params, moment):
+        moment = 0.9 * moment + grads
+        return params - 0.1 * moment, moment
+
+    space = jax.memory.Space.Host
+    compute = getattr(compute_on, "compute_on2", compute_on.compute_on)  # its name before jax 0.12
+    update = compute(update, compute_type="device_host", out_memory_spaces=(space, space))
+    params, moment = update(jax.device_put(jnp.sin(grads), space), jax.device_put(params, space), moment)
+    return jax.device_put(params, jax.memory.Space.Device), moment
+
+
 ROWS = P("shard")
+LAYERS = P(None, "shard")
 BOTH = P(("replica", "shard"))
 PROGRAMS = {
     "kinds": Program(fn=mapped(kinds, (P(), P()), P()), args=(((64, 32), "float32", P()), ((48,), "bfloat16", P()))),
@@ -114,5 +149,18 @@ PROGRAMS = {
     "from_host": Program(
         fn=lambda mesh: from_host,
         args=(((64, 512), "float32", ROWS), ((4, 512, 512), "float32", P(), "pinned_host")),
+    ),
+    "streamed": Program(
+        fn=mapped(streamed, (LAYERS, LAYERS), (LAYERS,)),
+        args=(((4, 512, 512), "float32", LAYERS), ((4, 512, 512), "float32", LAYERS, "pinned_host")),
+        donated=(1,),
+    ),
+    "on_host": Program(
+        fn=mapped(on_host, (LAYERS, LAYERS, LAYERS), (LAYERS, LAYERS)),
+        args=(
+            *(((4, 512, 512), "float32", LAYERS),) * 2,
+            ((4, 512, 512), "float32", LAYERS, "pinned_host"),
+        ),
+        donated=(1, 2),
     ),
 }
