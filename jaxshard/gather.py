@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from jaxshard.collectives import WHOLE, tie, tie_gradients
+from jaxshard.collectives import SCOPE, WHOLE, tie, tie_gradients
 from jaxshard.held import Held, on_shard, turned, whole
 from jaxshard.jaxprs import (
     INLINED,
@@ -34,10 +35,13 @@ from jaxshard.jaxprs import (
     stands_for,
 )
 from jaxshard.onshard import read_by_rows
+from jaxshard.strategy import DEVICE, HOST
 from jaxshard.varying import varying, varying_in_scan
 
 Policy = Callable[..., Any]
 NEVER_SAVED = (WHOLE, "all_gather", "all_gather_invariant", "optimization_barrier")
+CARRIED = f"{SCOPE}.carried"
+"""The name, for remat policies, of what a layer of a scan is given by the layer before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,18 +68,37 @@ class _Place:
 
 
 def body_remat(remat: str | Policy, *, tie: bool) -> Callable[[Callable], Callable] | None:
-    """What wraps the body of a scan over layers: ``"none"``, ``"full"``, ``"dots"``, or a jax.checkpoint policy.
+    """What wraps the body of a scan over layers: ``"none"``, ``"full"``, ``"dots"``, ``"offload"``, or a policy.
 
-    Raises ValueError for another word.
+    ``"offload"`` recomputes as much as ``"full"``, and what that keeps of a layer, the activations that come from the
+    layer before, waits in the host's memory. Raises ValueError for another word.
     """
-    named: dict[str, Policy | None] = {"full": None, "dots": jax.checkpoint_policies.dots_saveable}
+    policies = jax.checkpoint_policies
+    offload = policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=(), names_which_can_be_offloaded=(CARRIED,), offload_src=DEVICE, offload_dst=HOST
+    )
+    named: dict[str, Policy | None] = {"full": None, "dots": policies.dots_saveable, "offload": offload}
     if remat == "none":
         return None
     if not callable(remat) and remat not in named:
-        raise ValueError(f"remat={remat!r}: 'none', 'full', 'dots', or a policy of jax.checkpoint_policies.")
+        raise ValueError(f"remat={remat!r}: 'none', 'full', 'dots', 'offload', or a policy of jax.checkpoint_policies.")
     policy = remat if callable(remat) else named[remat]
     policy = None if policy is None else _recomputing_gathers(policy)
-    return lambda body: jax.checkpoint(body, policy=policy, prevent_cse=tie)
+
+    def wrap(body):
+        body = _naming_carry(body) if remat == "offload" else body
+        return jax.checkpoint(body, policy=policy, prevent_cse=tie)
+
+    return wrap
+
+
+def _naming_carry(body: Callable) -> Callable:
+    """A checkpoint saves its inputs as they are; a policy decides about what has a name inside."""
+
+    def named(fixed, carry, layer):
+        return body(fixed, [checkpoint_name(x, CARRIED) if _is_activation(x) else x for x in carry], layer)
+
+    return named
 
 
 def gather_at_use(closed: ClosedJaxpr, varies: Sequence[bool], choices: Choices) -> Callable[..., list[jax.Array]]:
