@@ -7,7 +7,7 @@ business. What remains to be known is the few names and parameters below; `scan`
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -100,6 +100,16 @@ def first_results(closed: ClosedJaxpr, count: int) -> ClosedJaxpr:
     """
     wanted = [i < count for i in range(len(closed.jaxpr.outvars))]
     return ClosedJaxpr(dce_jaxpr(closed.jaxpr, wanted, instantiate=True)[0], closed.consts)
+
+
+def needed_for(jaxpr: Jaxpr, wanted: Iterable[Var]) -> tuple[JaxprEqn, ...]:
+    """The equations of a program, in its order, that some of its variables come from."""
+    needed, kept = set(wanted), []
+    for eqn in reversed(jaxpr.eqns):
+        if needed.intersection(eqn.outvars):
+            needed.update(v for v in eqn.invars if isinstance(v, Var))
+            kept.append(eqn)
+    return tuple(reversed(kept))
 
 
 def origin(jaxpr: Jaxpr, atom: Any) -> Any:

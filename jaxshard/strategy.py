@@ -60,6 +60,11 @@ class Placement:
         if self.devices == "first" and self.axes:
             raise ValueError(f"Placement(devices='first', axes={self.axes}): what one device holds is not split.")
 
+    @property
+    def on_device(self) -> Placement:
+        """The same split, in the devices' memory."""
+        return replace(self, memory=DEVICE, fraction=1.0)
+
     def __str__(self) -> str:
         split = f"split over {' x '.join(self.axes)}" if self.axes else "whole"
         split += " on the first device" if self.devices == "first" else ""
@@ -212,7 +217,7 @@ def offload(strategy: str | Strategy, states: str, *, fraction: float = 1.0) -> 
     placements = {
         state: replace(getattr(strategy, state), memory=HOST, fraction=fraction)
         if state in words
-        else replace(getattr(strategy, state), memory=DEVICE, fraction=1.0)
+        else getattr(strategy, state).on_device
         for state in STATES
     }
     return replace(strategy, **placements)

@@ -12,13 +12,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 from jax.lax import with_sharding_constraint
+from jax.sharding import PartitionSpec as P
 
 from jaxshard import collectives
 from jaxshard.gradients import Gradients
+from jaxshard.host_memory import Home, streamed, to_host
 from jaxshard.precision import next_loss_scale
 from jaxshard.program import Program
-from jaxshard.specs import shardings
+from jaxshard.specs import Leaf, in_host_memory, shardings
 from jaxshard.state import StateLayout, TrainState
 
 
@@ -37,23 +40,65 @@ def updated(
 ) -> TrainState:
     """The state after one step. Where the program skips what is not finite, such a step leaves the state as it was, but
     for a smaller loss scale."""
-    slices = program.learning(shardings(program.layout, program.strategy.opt, program.mesh))
-    old = with_sharding_constraint(program.learning(state.params), slices)
-    params, opt = apply_optimizer(optimizer, old, state.opt, result, clip)
-    step, scale = state.step + 1, state.scale
-    if program.skips:
-        finite = jnp.isfinite(result.norm) & jnp.isfinite(result.loss)
-        params, opt, step = jax.tree.map(
-            lambda new, kept: jnp.where(finite, new, kept), (params, opt, step), (old, state.opt, state.step)
-        )
+    slices = program.learning(shardings(program.layout, program.strategy.opt.on_device, program.mesh))
+    finite = jnp.isfinite(result.norm) & jnp.isfinite(result.loss) if program.skips else None
+
+    def advance(states, given):
+        new = apply_optimizer(optimizer, *states, *given[:3], clip)
+        return new if len(given) == 3 else _where(given[3], new, states)
+
+    given = (result.grads, result.loss, result.norm, *([] if finite is None else [finite]))
+    hosted = in_host_memory(program.layout, program.strategy.params)
+    old = program.map(
+        lambda leaf, x, at: x if x is None or leaf.path in hosted else with_sharding_constraint(x, at),
+        program.learning(state.params),
+        slices,
+    )
+    homes = _homes(program, where, given)
+    if any(home.hosted for home in jax.tree.leaves(homes, is_leaf=lambda x: isinstance(x, Home))):
+        mesh = None if program.strategy.params.devices == "first" else program.mesh
+        buffers = program.strategy.buffers
+        params, opt = streamed(advance, (old, state.opt), given, homes, result.norm, mesh=mesh, buffers=buffers)
+    else:
+        params, opt = advance((old, state.opt), given)
+    step, scale, extra = state.step + 1, state.scale, result.extra
+    if finite is not None:
         scale = None if scale is None else next_loss_scale(program.precision, scale, finite)
-        extra = jax.tree.map(lambda new, kept: jnp.where(finite, new, kept), result.extra, state.extra)
-        result = replace(result, extra=extra)
+        step, extra = _where(finite, (step, extra), (state.step, state.extra))
     # Without these constraints the compiler may choose whole arrays for the update, and gather twice.
-    params = with_sharding_constraint(params, slices)
-    opt = with_sharding_constraint(opt, where.shardings.opt)
+    params, opt = jax.tree.map(
+        lambda x, home, at: x if home.returns else with_sharding_constraint(x, at),
+        (params, opt),
+        homes[0],
+        (slices, where.shardings.opt),
+    )
     params = program.map(lambda leaf, kept, new: kept if new is None else new, state.params, published(program, params))
-    return replace(state, step=step, params=params, opt=opt, extra=result.extra, scale=scale)
+    return replace(state, step=step, params=params, opt=opt, extra=extra, scale=scale)
+
+
+def _where(chosen: jax.Array, new: Any, kept: Any) -> Any:
+    return jax.tree.map(lambda new, kept: jnp.where(chosen, new, kept), new, kept)
+
+
+def _homes(program: Program, where: StateLayout, given: Any) -> tuple[tuple[Any, Any], Any]:
+    """Where the states that an update reads lie, and what else it is given."""
+    strategy = program.strategy
+    hosted, hosted_opt = in_host_memory(program.layout, strategy.params), in_host_memory(where.opt, strategy.opt)
+    axes = tuple(axis for axis in strategy.opt.axes[len(strategy.params.axes) :] if program.sizes[axis] > 1)
+
+    def param(leaf: Leaf) -> Home:
+        slice_of, result = leaf.dim is not None and axes, leaf.spec(strategy.opt)
+        if leaf.path not in hosted:
+            return Home(spec=result, result=result)
+        at_rest = leaf.spec(strategy.params)
+        return Home(spec=at_rest, hosted=True, dim=leaf.dim, axes=axes if slice_of else (), result=result)
+
+    def opt(leaf: Leaf) -> Home:
+        return Home(spec=leaf.spec(strategy.opt), hosted=leaf.path in hosted_opt, result=leaf.spec(strategy.opt))
+
+    grads = program.learning(program.map(lambda leaf: Home(spec=leaf.spec(strategy.opt))))
+    params = program.learning(program.map(param))
+    return (params, jax.tree.map(opt, where.opt)), (grads, *(Home(spec=P()) for _ in given[1:]))
 
 
 def step_metrics(result: Gradients, new: TrainState) -> dict[str, jax.Array]:
@@ -65,18 +110,24 @@ def step_metrics(result: Gradients, new: TrainState) -> dict[str, jax.Array]:
 
 
 def apply_optimizer(
-    optimizer: optax.GradientTransformation, params: Any, opt: Any, result: Gradients, clip: float | None
+    optimizer: optax.GradientTransformation,
+    params: Any,
+    opt: Any,
+    grads: Any,
+    loss: jax.Array,
+    norm: jax.Array,
+    clip: float | None,
 ) -> tuple[Any, Any]:
     """(new params, new optimizer state) from clipped gradients, all in the dtype they had."""
-    factor = clip_factor(result.norm, clip)
+    factor = clip_factor(norm, clip)
     grads = jax.tree.map(
         lambda g, p: (g if factor is None else g * factor.astype(g.dtype)).astype(p.dtype),
-        result.grads,
+        grads,
         params,
     )
     # optax mixes integer counts with floats, which a user's strict promotion would forbid.
     with jax.numpy_dtype_promotion("standard"):
-        updates, new_opt = optax.with_extra_args_support(optimizer).update(grads, opt, params, value=result.loss)
+        updates, new_opt = optax.with_extra_args_support(optimizer).update(grads, opt, params, value=loss)
         new = optax.apply_updates(params, updates)
     same = jax.tree.map(lambda x, kept: x.astype(kept.dtype), (new, new_opt), (params, opt))
     return same
@@ -89,11 +140,18 @@ def published(program: Program, params: Any) -> Any:
     if not axes:
         return params
 
+    hosted, done = in_host_memory(program.layout, strategy.params), []
+
+    def whole(leaf: Leaf, x: jax.Array | None) -> jax.Array | None:
+        if x is None or leaf.dim is None or leaf.path not in hosted:
+            return None if x is None else collectives.gather(x, leaf.dim, axes, program.sizes, leaf.path)
+        # One whole leaf at a time: the next is gathered when this one has left.
+        x = lax.optimization_barrier((x, done[-1]))[0] if done else x
+        done.append(to_host(collectives.gather(x, leaf.dim, axes, program.sizes, leaf.path)))
+        return done[-1]
+
     def gather(params):
-        return program.map(
-            lambda leaf, x: None if x is None else collectives.gather(x, leaf.dim, axes, program.sizes, leaf.path),
-            params,
-        )
+        return program.map(whole, params)
 
     specs = [
         program.learning(program.map(lambda leaf, at=at: leaf.spec(at), *())) for at in (strategy.opt, strategy.params)

@@ -21,7 +21,7 @@ from jaxshard.gradients import Gradients
 from jaxshard.jaxprs import is_elementwise
 from jaxshard.mesh import axis_sizes, size_over
 from jaxshard.program import Program
-from jaxshard.setup import Setup
+from jaxshard.setup import Setup, shapes_of
 from jaxshard.specs import shape_at, sharding, shardings
 from jaxshard.update import apply_optimizer, updated
 
@@ -45,8 +45,8 @@ def update_collectives(made: Setup) -> tuple[Collective, ...]:
         extra=state.extra,
     )
     learning = program.learning(state.params)
-    traced = jax.make_jaxpr(lambda p, o, r: apply_optimizer(made.optimizer, p, o, r, made.clip))
-    if is_elementwise(traced(learning, state.opt, result).jaxpr):
+    shapes = shapes_of((learning, state.opt, result.grads, scalar, scalar))
+    if is_elementwise(jax.make_jaxpr(lambda *x: apply_optimizer(made.optimizer, *x, made.clip))(*shapes).jaxpr):
         return ()
 
     def update(state, result):

@@ -26,6 +26,8 @@ ORDER = [
     "program",
     "gradients",
     "state",
+    "parts",
+    "host_memory",
     "update",
     "setup",
     "nans",
