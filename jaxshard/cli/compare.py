@@ -37,6 +37,12 @@ class CompareOptions:
     """Whether the backward pass gathers split parameters again."""
     prefer: tuple[Literal["speed", "memory"], ...] = ()
     """Whether gathers may start early or are tied to their use."""
+    offload: tuple[str, ...] = ()
+    """What lies in host memory: none, all, or names out of params, grads and opt joined by +, such as opt+params."""
+    offload_fraction: tuple[float, ...] = ()
+    """How much of it, 0 to 1 by bytes, the largest leaves first."""
+    update: tuple[Literal["auto", "device", "host"], ...] = ()
+    """Where what lies in host memory is updated."""
     accumulate: tuple[int, ...] = ()
     """Microbatches in a step."""
     remat: tuple[str, ...] = ()
@@ -57,7 +63,7 @@ WITHOUT_CUDNN = (
     "attention: in blocks, where attention = auto, because cuDNN is not here; with it a GPU takes less time and memory "
     "traffic. pip install 'jax[cuda12]' brings it, and needs no GPU."
 )
-CHOICES = ("regather", "prefer", "accumulate", "remat")
+CHOICES = ("regather", "prefer", "offload", "offload_fraction", "update", "accumulate", "remat")
 
 
 def compare(args: list[str]) -> int:
@@ -78,6 +84,8 @@ def compare(args: list[str]) -> int:
         raise ConfigError(f"--replica {options.replica}: copies of the states, 1 or more.")
     if not options.strategies:
         raise ConfigError(f"--strategies: name at least one, such as {' '.join(comparison.USUAL)}.")
+    if options.offload_fraction and not options.offload:
+        raise ConfigError("--offload-fraction is how much of what --offload names; add --offload opt, or the like.")
     write = _report(options.html)
     function, arguments = _source(place, changes)
     try:
@@ -175,7 +183,7 @@ def _rows(
 
 def _as_json(row: Row, target: targets.Target) -> dict[str, Any]:
     extra = {"peak": row.peak, "left": comparison.room(row, target), "wire_bytes": row.wire_bytes}
-    return to_json(row) | extra
+    return to_json(row) | extra | {"in_host": row.in_host, "node_in_host": row.in_host * target.per_node}
 
 
 def _report(path: str | None) -> Callable[[Sequence[Row], targets.Target], None] | None:

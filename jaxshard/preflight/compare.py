@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxshard.preflight.line import Line, Row, row, start
 from jaxshard.preflight.target import Target
-from jaxshard.strategy import named
+from jaxshard.strategy import named, offload
 
 RESERVED = 0.05
 """The share of a device's memory that CUDA's context, NCCL and the libraries are taken to need."""
@@ -45,6 +45,9 @@ def _meaning(line: Line) -> Any:
     strategy, options = line.resolve()
     if strategy.params.devices == "first":
         return line.strategy
+    if strategy == offload(strategy, "none"):  # nothing is in host memory
+        default = named(line.strategy)
+        strategy = replace(strategy, update=default.update, buffers=default.buffers)
     if not strategy.params.axes:  # nothing is gathered
         default = named(line.strategy)
         strategy = replace(strategy, gather=default.gather, regather=default.regather)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+import jax
 from jax.stages import Lowered
 
 from jaxshard.compiled import hlo
@@ -14,6 +15,7 @@ from jaxshard.preflight.facts import Facts, facts
 from jaxshard.preflight.peak import Peak, dumped, peak
 from jaxshard.preflight.target import uncached
 from jaxshard.step import Training
+from jaxshard.strategy import HOST
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,16 +23,23 @@ class Examined:
     """What is known of a compiled step.
 
     peak: what is in temporary memory at its worst moment. arguments: bytes of what the step is given, on one device, by
-    its path: ``state.params['w']``. seconds: that compiling took. left_out: XLA options that this compiler does not
-    know.
+    its path: ``state.params['w']``; host_arguments: of what lies in the host's memory. seconds: that compiling took.
+    left_out: XLA options that this compiler does not know.
     """
 
     module: hlo.Module
     facts: Facts
     peak: Peak
     arguments: dict[str, int]
+    host_arguments: dict[str, int]
     seconds: float
     left_out: dict[str, str]
+
+    @property
+    def peak_bytes(self) -> int:
+        """All that one device holds at its worst moment; a CPU's compiler counts the host's memory as well."""
+        one_memory = not self.facts.host_memory.arguments
+        return self.facts.memory.peak - (sum(self.host_arguments.values()) if one_memory else 0)
 
 
 def examined(training: Training, lowered: Lowered | None = None) -> Examined:
@@ -47,12 +56,26 @@ def examined(training: Training, lowered: Lowered | None = None) -> Examined:
         seconds = time.perf_counter() - start
         held = peak(folder)
     module = hlo.parse(built.compiled.as_text() or "")
-    given = [one for one in module.entry.instructions.values() if one.opcode == "parameter"]
+    hosted, given = _asked_for_host(training), [{}, {}]
+    for one in module.entry.instructions.values():
+        if one.opcode == "parameter":
+            in_host = any(array.space == hlo.HOST for array in one.arrays) or one.op_name in hosted
+            given[in_host][one.op_name or one.name] = one.bytes
     return Examined(
         module=module,
         facts=facts(built.compiled, training.mesh, module),
         peak=held,
-        arguments={one.op_name or one.name: one.bytes for one in given},
+        arguments=given[False],
+        host_arguments=given[True],
         seconds=seconds,
         left_out=built.left_out,
     )
+
+
+def _asked_for_host(training: Training) -> frozenset[str]:
+    """The paths of what the state keeps in host memory, which the text of a CPU's program does not say."""
+    if platform_of(training.mesh) != "cpu":
+        return frozenset()
+    leaves = jax.tree_util.tree_leaves_with_path(training.setup.state_shapes)
+    kept = (path for path, x in leaves if getattr(x.sharding, "memory_kind", None) == HOST)
+    return frozenset(f"state{jax.tree_util.keystr(path)}" for path in kept)

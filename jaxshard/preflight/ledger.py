@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +14,18 @@ import jax.numpy as jnp
 from jaxshard.contract import Collective
 from jaxshard.dp import DataParallel
 from jaxshard.explain import table
-from jaxshard.mesh import size_over
+from jaxshard.mesh import platform_of, size_over
 from jaxshard.preflight.examine import Examined, examined
 from jaxshard.preflight.peak import Buffer
+from jaxshard.preflight.seam import host_bytes, link_bytes
+from jaxshard.setup import Setup
 from jaxshard.specs import Leaf
 from jaxshard.state import TrainState
 from jaxshard.step import Training
-from jaxshard.strategy import name_of
+from jaxshard.strategy import HOST, name_of
 
 STATES = ("params", "opt", "extra")
+DIRECTIONS = ("to_device", "to_host")
 RESIDUAL = ("gathered weights", "gradients", "logits", "activations", "temporaries", "gaps")
 """What temporary memory holds at its worst moment, by class; see `classes`."""
 
@@ -49,17 +52,33 @@ class Sent:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Transferred:
+    """Bytes that cross the link between a device and its host in a step.
+
+    direction: ``to_device`` or ``to_host``. compiled: None for CPU devices, which have no such link.
+    """
+
+    direction: str
+    planned: int
+    compiled: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Ledger:
     """The books of one step; ``str()`` prints them.
 
     held: what is there between steps (params, opt, extra, the rest of the state), the batch, and at the worst moment of
     temporary memory what `RESIDUAL` names. sent: every kind of message. largest: the largest temporary buffers.
+    host: what is in the host's memory for this device, which is no part of `held` and its peak: states between steps,
+    and ``temporaries``. link: both directions, if there is anything in host memory.
     """
 
     strategy: str
     held: tuple[Line, ...]
     sent: tuple[Sent, ...]
     largest: tuple[Buffer, ...]
+    host: tuple[Line, ...] = ()
+    link: tuple[Transferred, ...] = ()
 
     def __getitem__(self, name: str) -> Line:
         return next(line for line in self.held if line.name == name)
@@ -67,10 +86,22 @@ class Ledger:
     def __str__(self) -> str:
         measured = any(line.measured is not None for line in self.held)
         header = ("B/device", "planned", "compiled", *(["measured"] if measured else []))
-        rows = []
-        for line in self.held:
-            figures = (line.planned, line.compiled, *([line.measured] if measured else []))
-            rows.append((line.name, *("-" if one is None else f"{one:,}" for one in figures)))
+
+        def rows(lines: Sequence[Line]) -> list[tuple[str, ...]]:
+            figures = ((one.planned, one.compiled, *([one.measured] if measured else [])) for one in lines)
+            return [
+                (one.name, *("-" if size is None else f"{size:,}" for size in sizes))
+                for one, sizes in zip(lines, figures, strict=True)
+            ]
+
+        link = [
+            (one.direction, f"{one.planned:,}", "-" if one.compiled is None else f"{one.compiled:,}")
+            for one in self.link
+        ]
+        in_host = [
+            "in the host's memory, for each device:\n" + table(header, rows(self.host)),
+            "over the link to the host in a step, bytes:\n" + table(("", "planned", "compiled"), link),
+        ]
         messages = [
             (f"{one.kind} {one.dtype} over {' x '.join(one.axes)}", f"{one.planned:,}", f"{one.compiled:,}")
             for one in self.sent
@@ -80,7 +111,8 @@ class Ledger:
         ]
         return "\n\n".join(
             [
-                f"{self.strategy}, held:\n" + table(header, rows),
+                f"{self.strategy}, held:\n" + table(header, rows(self.held)),
+                *(in_host if self.host else []),
                 "sent in a step, bytes of whole buffers:\n" + table(("", "planned", "compiled"), messages),
                 "the largest temporary buffers at the worst moment:\n" + table(("B", "array", "made by"), buffers),
             ]
@@ -105,7 +137,7 @@ def books(training: Training, found: Examined, state: TrainState | None = None) 
     explained = training.explain()
     planned = explained.bytes_per_device
     given = _given(found.arguments)
-    measured = {} if state is None else _measured(state)
+    measured = {} if state is None else _measured(state, in_host=False)
     lines = [
         Line(name=name, planned=planned[name], compiled=given.pop(name, 0), measured=measured.get(name))
         for name in STATES
@@ -118,12 +150,46 @@ def books(training: Training, found: Examined, state: TrainState | None = None) 
     ]
     results = found.facts.memory.outputs - found.facts.memory.aliased
     lines.append(Line(name="metrics", compiled=results))
-    lines.append(Line(name="peak", compiled=found.facts.memory.peak, measured=measured.get("peak")))
+    lines.append(Line(name="peak", compiled=found.peak_bytes, measured=measured.get("peak")))
+    host = _host(training, found, {} if state is None else _measured(state, in_host=True))
     return Ledger(
         strategy=name_of(training.strategy),
         held=tuple(lines),
         sent=sent((*training.contract(), *explained.update), found.facts.collectives),
         largest=found.peak.buffers[:8],
+        host=host,
+        link=_link(training, found) if host else (),
+    )
+
+
+def _host(training: Training, found: Examined, measured: Mapping[str, int]) -> tuple[Line, ...]:
+    """What is in the host's memory, class by class, without those of which there is nothing."""
+    planned, given = Counter(host_bytes(training.setup)), _given(found.host_arguments)
+    memory = found.facts.host_memory
+    lines = [
+        Line(name=name, planned=planned[name], compiled=given[name], measured=measured.get(name)) for name in STATES
+    ]
+    lines.append(Line(name="gradients", planned=planned["grads"]))
+    lines.append(Line(name="temporaries", compiled=memory.peak - memory.arguments))
+    return tuple(one for one in lines if one.planned or one.compiled or one.measured)
+
+
+def planned_link(made: Setup) -> tuple[Transferred, ...]:
+    """What a step is planned to send over the link to the host, in both directions; () if that is nothing."""
+    planned: Counter[str] = Counter()
+    for one in link_bytes(made):
+        planned[one.direction] += one.bytes * one.count
+    return tuple(Transferred(direction=name, planned=planned[name]) for name in DIRECTIONS if planned)
+
+
+def _link(training: Training, found: Examined) -> tuple[Transferred, ...]:
+    """The same, planned beside compiled."""
+    planned = {one.direction: one.planned for one in planned_link(training.setup)}
+    compiled = {"to_device": found.facts.to_device, "to_host": found.facts.to_host}
+    there = platform_of(training.mesh) != "cpu"
+    return tuple(
+        Transferred(direction=name, planned=planned.get(name, 0), compiled=compiled[name] if there else None)
+        for name in DIRECTIONS
     )
 
 
@@ -136,15 +202,19 @@ def _given(arguments: dict[str, int]) -> Counter[str]:
     return totals
 
 
-def _measured(state: TrainState) -> dict[str, int]:
-    """Bytes that a state takes of the first device, by class, and the most that it ever held, if it says."""
+def _measured(state: TrainState, *, in_host: bool) -> dict[str, int]:
+    """Bytes that a state takes of the first device (or of its host's memory), by class, and the most that the device
+    ever held, if it says."""
     first = min((d for x in jax.tree.leaves(state) for d in x.devices()), key=lambda device: device.id)
 
     def here(tree: Any) -> int:
-        shards = [shard for x in jax.tree.leaves(tree) for shard in _data(x).addressable_shards]
+        arrays = [x for x in jax.tree.leaves(tree) if (x.sharding.memory_kind == HOST) == in_host]
+        shards = [shard for x in arrays for shard in _data(x).addressable_shards]
         return sum(shard.data.nbytes for shard in shards if shard.device == first)
 
     found = {name: here(getattr(state, name)) for name in STATES}
+    if in_host:
+        return found
     found["state's rest"] = here((state.step, state.key, state.scale))
     stats = first.memory_stats() or {}
     return found | ({"peak": stats["peak_bytes_in_use"]} if "peak_bytes_in_use" in stats else {})

@@ -26,23 +26,27 @@ from jaxshard.preflight import estimate, process, target
 from jaxshard.preflight.check import check
 from jaxshard.preflight.estimate import Estimate
 from jaxshard.preflight.examine import examined
-from jaxshard.preflight.ledger import books
+from jaxshard.preflight.ledger import Transferred, books, planned_link
 from jaxshard.preflight.plan import gathered_by_first
 from jaxshard.preflight.records import from_json, to_json
+from jaxshard.preflight.seam import host_bytes
 from jaxshard.preflight.target import Target
 from jaxshard.preflight.timeline import Timeline, timeline
 from jaxshard.step import Training
-from jaxshard.strategy import Strategy, named
+from jaxshard.strategy import STATES, Strategy, named, offload
 
-CHANGES = {one.name for one in fields(Strategy)} - {"params", "grads", "opt", "min_replicas"}
+CHANGES = {one.name for one in fields(Strategy)} - {*STATES, "min_replicas"}
+OFFLOAD = ("offload", "offload_fraction")
+"""Options that put states into host memory: what, and how much of it, as `jaxshard.strategy.offload` takes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
     """What is asked: a strategy by name, and options by name.
 
-    options: those that are fields of `Strategy` (regather, prefer, reduce, gather, bucket_mb) change the strategy; the
-    others (accumulate, remat, ...) are given to the function that builds the training.
+    options: those that are fields of `Strategy` (regather, prefer, reduce, gather, bucket_mb, update, buffers), and
+    those of `OFFLOAD`, change the strategy; the others (accumulate, remat, ...) are given to the function that builds
+    the training.
     """
 
     strategy: str
@@ -54,8 +58,12 @@ class Line:
     def resolve(self) -> tuple[Strategy, dict[str, Any]]:
         """(the strategy, what the building function is given). Raises ValueError for what is no strategy."""
         changes = {name: value for name, value in self.options.items() if name in CHANGES}
-        others = {name: value for name, value in self.options.items() if name not in CHANGES}
-        return replace(named(self.strategy), **changes), others
+        others = {name: value for name, value in self.options.items() if name not in (*CHANGES, *OFFLOAD)}
+        strategy = replace(named(self.strategy), **changes)
+        if "offload" in self.options:
+            fraction = self.options.get("offload_fraction", 1.0)
+            strategy = offload(strategy, self.options["offload"], fraction=fraction)
+        return strategy, others
 
 
 def _written(value: Any) -> str:
@@ -79,9 +87,10 @@ class Row:
 
     problem: why there are no figures, ``""`` if there are. compiled: whether they are a compiler's; `dp`, which is
     several programs, is shown from its plan. held: bytes by class at the worst moment, as in `ledger.Ledger`; they add
-    up to the peak. contract, sent: messages as planned, and as compiled. broken: what is sent against the contract.
-    whole: leaves that stay whole. timeline, estimate: of GPUs; unestimated: why XLA has no estimate. notes: what a
-    reader should know. seconds: of compiling.
+    up to the peak. host: bytes in the host's memory by class, no part of that. link: what crosses the link to the host
+    in a step. contract, sent: messages as planned, and as compiled. broken: what is sent against the contract. whole:
+    leaves that stay whole. timeline, estimate: of GPUs; unestimated: why XLA has no estimate. notes: what a reader
+    should know. seconds: of compiling.
     """
 
     line: Line
@@ -89,6 +98,8 @@ class Row:
     problem: str = ""
     compiled: bool = True
     held: dict[str, int] = field(default_factory=dict)
+    host: dict[str, int] = field(default_factory=dict)
+    link: tuple[Transferred, ...] = ()
     contract: tuple[Collective, ...] = ()
     sent: tuple[Collective, ...] = ()
     broken: str = ""
@@ -103,6 +114,17 @@ class Row:
     def peak(self) -> int:
         """Bytes that one device holds at the worst moment; 0 without figures."""
         return sum(self.held.values())
+
+    @property
+    def in_host(self) -> int:
+        """Bytes in the host's memory for one device."""
+        return sum(self.host.values())
+
+    def crossed(self, direction: str) -> int:
+        """Bytes over the link to the host in a step, ``to_device`` or ``to_host``: as compiled, else as planned."""
+        return sum(
+            one.planned if one.compiled is None else one.compiled for one in self.link if one.direction == direction
+        )
 
     @property
     def messages(self) -> tuple[Collective, ...]:
@@ -212,6 +234,8 @@ def _compiled(training: Training, lowered: Lowered, line: Line, where: Target) -
         line=line,
         mesh=axis_sizes(training.mesh),
         held={one.name: one.compiled or 0 for one in made.held if one.name != "peak"},
+        host={one.name: one.compiled for one in made.host if one.compiled},
+        link=made.link,
         contract=training.contract(),
         sent=found.facts.collectives,
         broken=broken,
@@ -232,6 +256,8 @@ def _planned(training: DataParallel, line: Line) -> Row:
         mesh=axis_sizes(training.mesh),
         compiled=False,
         held=held | {"gradients": explained.bytes_per_device["grads"] + gathered_by_first(explained.contract)},
+        host={name: size for name, size in host_bytes(training.setup).items() if size},
+        link=planned_link(training.setup),
         contract=explained.contract,
         notes=("from its plan, because it is several programs: the first device's, without activations",),
     )

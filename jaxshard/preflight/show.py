@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxshard.preflight.compare import RESERVED, room
+from jaxshard.preflight.ledger import DIRECTIONS
 from jaxshard.preflight.line import Row
 from jaxshard.preflight.target import Target
 
@@ -56,15 +57,17 @@ def _table(*headers: str) -> Table:
     return table
 
 
-def memory_table(rows: Iterable[Row], target: Target) -> Table:
-    table = _table("strategy", *SHOWN.values(), "other", "peak", "left")
+def memory_table(rows: Sequence[Row], target: Target) -> Table:
+    offloads = any(row.host for row in rows)
+    table = _table("strategy", *SHOWN.values(), "other", "peak", "left", *(["host", "host/node"] if offloads else []))
     for row in rows:
         shown = [row.held.get(name, 0) for name in SHOWN]
         free = room(row, target)
         left = "" if free is None else gib(free)
         style = "dim" if free is not None and free < 0 else None
+        host = [gib(row.in_host), gib(row.in_host * target.per_node)] if offloads else []
         table.add_row(
-            Text(str(row.line)), *map(gib, shown), gib(row.peak - sum(shown)), gib(row.peak), left, style=style
+            Text(str(row.line)), *map(gib, shown), gib(row.peak - sum(shown)), gib(row.peak), left, *host, style=style
         )
     return table
 
@@ -72,11 +75,14 @@ def memory_table(rows: Iterable[Row], target: Target) -> Table:
 def step_table(rows: Sequence[Row]) -> Table:
     totals = {id(row): by_kind(row) for row in rows}
     kinds = [kind for kind in KINDS if any(kind in total for total in totals.values())]
-    table = _table("strategy", *kinds, "hidden", "step ms", "XLA's", "bound by")
+    directions = DIRECTIONS if any(row.link for row in rows) else ()
+    link = [direction.replace("_", " ") for direction in directions]
+    table = _table("strategy", *kinds, *link, "hidden", "step ms", "XLA's", "bound by")
     for row in rows:
         total = totals[id(row)]
         sent = [f"{total[kind][0]} x {gib(total[kind][1])}" if kind in total else "" for kind in kinds]
-        table.add_row(Text(str(row.line)), *sent, *_times(row))
+        crossed = [gib(row.crossed(direction)) for direction in directions]
+        table.add_row(Text(str(row.line)), *sent, *crossed, *_times(row))
     return table
 
 
@@ -96,7 +102,7 @@ def by_kind(row: Row) -> dict[str, tuple[int, int]]:
     return totals
 
 
-def notes(rows: Iterable[Row], target: Target) -> list[str]:
+def notes(rows: Sequence[Row], target: Target) -> list[str]:
     """What a reader of the tables should know, a line each."""
     lines = []
     for row in rows:
@@ -114,6 +120,11 @@ def notes(rows: Iterable[Row], target: Target) -> list[str]:
             "step: a roofline over the compiled schedule. It ranks, and promises nothing: measured steps took up to "
             "1.4 times as long.",
         ]
+    if any(row.host or row.link for row in rows):
+        lines.append(
+            "host: in the host's memory, for each device and for the devices of a node together; no part of the peak. "
+            "to device, to host: GiB over the link between a device and its host."
+        )
     return lines
 
 

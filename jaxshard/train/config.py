@@ -13,7 +13,7 @@ from tyro.conf import arg
 
 from jaxshard.models.gpt import GPTConfig
 from jaxshard.precision import Precision
-from jaxshard.strategy import Strategy, named
+from jaxshard.strategy import Strategy, named, offload
 
 
 class ConfigError(ValueError):
@@ -48,12 +48,30 @@ class StrategyConfig:
     """Whether gathers may start early or are tied to their use."""
     bucket_mb: float | None = None
     """How many MiB of collectives the compiler may combine into one."""
+    offload: str | None = None
+    """What lies in host memory: none, all, or names out of params, grads and opt joined by +, such as opt+params."""
+    offload_fraction: float | None = None
+    """How much of it, 0 to 1 by bytes, the largest leaves first; None: all of it."""
+    update: Literal["auto", "device", "host"] | None = None
+    """Where what lies in host memory is updated: on the devices, piece by piece, or by the host's processor."""
+    buffers: int | None = None
+    """How many pieces of a leaf are on a device at a time when it is updated there."""
 
     def resolve(self) -> Strategy:
-        """The strategy itself. Raises ValueError for an unknown name, with the nearest one."""
-        names = [field.name for field in fields(self) if field.name != "name"]
+        """The strategy itself. Raises ValueError for an unknown name, with the nearest one, and for a bad value."""
+        own = {"name", "offload", "offload_fraction"}
+        names = [field.name for field in fields(self) if field.name not in own]
         changes = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return replace(named(self.name), **changes)
+        strategy = replace(named(self.name), **changes)
+        if self.offload is None:
+            if self.offload_fraction is not None:
+                raise ConfigError(
+                    f"strategy.offload_fraction = {self.offload_fraction:g} is how much of what strategy.offload names "
+                    "lies in host memory; set that too, to 'opt' or the like."
+                )
+            return strategy
+        fraction = 1.0 if self.offload_fraction is None else self.offload_fraction
+        return offload(strategy, self.offload, fraction=fraction)
 
 
 @dataclass(frozen=True, kw_only=True)
