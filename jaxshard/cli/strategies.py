@@ -23,6 +23,8 @@ class StrategiesOptions:
     """Devices in all."""
     replica: int = 1
     """Copies of the states: 1 splits over all devices."""
+    offload: str = "none"
+    """What lies in host memory: none, all, or names out of params, grads and opt joined by +, such as opt+params."""
 
 
 def strategies(args: list[str]) -> int:
@@ -31,15 +33,16 @@ def strategies(args: list[str]) -> int:
     if options is None:
         return 0
     try:
-        rows = costs.rows(options.devices, options.replica)
+        rows = costs.rows(options.devices, options.replica, options.offload)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    table = Table("strategy", "mesh", "params", "grads", "Adam", "held", "sent", box=SIMPLE_HEAD)
+    host = ["host"] if any(row.cost.host for row in rows) else []
+    table = Table("strategy", "mesh", "params", "grads", "Adam", "held", *host, "sent", box=SIMPLE_HEAD)
     for column in table.columns[2:]:
         column.justify = "right"
     for row in rows:
         cost = row.cost
-        numbers = (cost.params, cost.grads, cost.opt, cost.held, cost.sent)
+        numbers = (cost.params, cost.grads, cost.opt, cost.held, *([cost.host] if host else []), cost.sent)
         mesh = f"{row.replica} x {row.shard}"
         table.add_row(", ".join(row.names), mesh, *(f"{number:.3f}" for number in numbers))
     console = Console()
@@ -48,6 +51,8 @@ def strategies(args: list[str]) -> int:
         f"What each of {options.devices} devices holds, and what it sends in a step of one microbatch,",
     )
     say(console, "in multiples of the parameters. It receives as much as it sends. mesh: replica x shard.")
+    if host:
+        say(console, "host: what lies in the host's memory for each device, in place of the device's own.")
     console.print(table)
     left_out = {name for name, strategy in STRATEGIES.items() if strategy not in [row.strategy for row in rows]}
     if left_out:

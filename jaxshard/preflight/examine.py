@@ -56,17 +56,18 @@ def examined(training: Training, lowered: Lowered | None = None) -> Examined:
         seconds = time.perf_counter() - start
         held = peak(folder)
     module = hlo.parse(built.compiled.as_text() or "")
-    hosted, given = _asked_for_host(training), [{}, {}]
+    asked, arguments, host_arguments = _asked_for_host(training), {}, {}
     for one in module.entry.instructions.values():
         if one.opcode == "parameter":
-            in_host = any(array.space == hlo.HOST for array in one.arrays) or one.op_name in hosted
-            given[in_host][one.op_name or one.name] = one.bytes
+            path = one.op_name.replace("\\'", "'") or one.name
+            in_host = path in asked or any(array.space == hlo.HOST for array in one.arrays)
+            (host_arguments if in_host else arguments)[path] = one.bytes
     return Examined(
         module=module,
         facts=facts(built.compiled, training.mesh, module),
         peak=held,
-        arguments=given[False],
-        host_arguments=given[True],
+        arguments=arguments,
+        host_arguments=host_arguments,
         seconds=seconds,
         left_out=built.left_out,
     )

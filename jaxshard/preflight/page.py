@@ -83,8 +83,8 @@ def legend(rows: Sequence[Row]) -> str:
         "shortest estimated step before others; then those that do not fit, and those that do not compile. Bars and "
         "timelines have one scale for all lines. A bar with an arrow is cut off: it is more than ten times as long as "
         "most.</p>",
-        "<p>What a device holds, by class, adds up to the peak. On the wire are the bytes that pass a device's link by "
-        "the ring algorithms.</p>",
+        "<p>What a device holds, by class, adds up to the peak; what lies in host memory is no part of it. On the wire "
+        "are the bytes that pass a device's link by the ring algorithms.</p>",
         _meanings("What a device holds", CLASSES.values()),
     ]
     if sent := used(rows):

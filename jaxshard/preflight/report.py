@@ -35,6 +35,7 @@ def report(rows: Sequence[Row], target: Target) -> str:
             f'<p class="quiet">{escape(_made(target))}</p>',
             _in_short(rows, there, target),
             _held(rows, there, target),
+            _hosted(there, target),
             _sent(there),
             _times(there),
             _remarks(rows, target),
@@ -101,17 +102,43 @@ def _held(rows: Sequence[Row], there: Sequence[Row], target: Target) -> str:
 def memory_bar(row: Row, target: Target) -> Bar:
     """Bytes by class."""
     free = room(row, target)
-    parts = dict.fromkeys(CLASSES, 0)
-    for name, size in row.held.items():
-        parts[name if name in parts else "other"] += size
     planned = "" if row.compiled else "planned, no activations"
     over = 0 if free is None else max(0, -free)
     return Bar(
         label=str(row.line),
-        parts={name: size for name, size in parts.items() if size},
+        parts=_by_class(row.held),
         note=f"{gib(over)} too much" if over else planned,
         alert=bool(over),
     )
+
+
+def _by_class(sizes: Mapping[str, int]) -> dict[str, int]:
+    """The names of a ledger as those that are drawn."""
+    parts = dict.fromkeys(CLASSES, 0)
+    for name, size in sizes.items():
+        parts[name if name in parts else "other"] += size
+    return {name: size for name, size in parts.items() if size}
+
+
+def _hosted(there: Sequence[Row], target: Target) -> str:
+    """What lies in host memory, if anything does."""
+    if not any(row.host for row in there):
+        return ""
+    bars = [host_bar(row, target) for row in there]
+    drawn = plots.bars(bars, CLASSES, GIB, "GiB", lambda bytes: gib(round(bytes)))
+    return "\n".join(
+        [
+            "<h2>In the host's memory, for each device, GiB</h2>",
+            page.keys(CLASSES.values()),
+            page.plot(drawn, "host", "What lies in the host's memory for one device, by class"),
+        ]
+    )
+
+
+def host_bar(row: Row, target: Target) -> Bar:
+    """Bytes by class."""
+    node = f"{gib(row.in_host * target.per_node)} in a node" if row.host and target.per_node > 1 else ""
+    return Bar(label=str(row.line), parts=_by_class(row.host), note=node)
 
 
 def _sent(there: Sequence[Row]) -> str:
@@ -204,6 +231,14 @@ def _facts(row: Row, target: Target) -> dict[str, str]:
     free = room(row, target)
     if free is not None:
         facts["memory"] = f"{gib(free)} GiB left" if free >= 0 else f"does not fit, {gib(-free)} GiB too much"
+    if row.host:
+        facts["in host memory"] = ", ".join(f"{gib(size)} GiB of {name}" for name, size in row.host.items())
+    if row.link:
+        facts["over the link to the host"] = "; ".join(
+            f"{one.direction.replace('_', ' ')} {_number(one.planned)} B planned"
+            + ("" if one.compiled is None else f", {_number(one.compiled)} B compiled")
+            for one in row.link
+        )
     if row.timeline:
         exposed = (f"{ms(x)} ms of {title}" for title, x in sorted(row.timeline.exposures.items()) if x)
         facts["bound by"] = row.timeline.bound_by

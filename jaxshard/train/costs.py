@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxshard.strategy import BATCH_AXES, REPLICA, SHARD, STRATEGIES, Strategy
+from jaxshard.strategy import BATCH_AXES, HOST, REPLICA, SHARD, STATES, STRATEGIES, Strategy
+from jaxshard.strategy import offload as offloaded
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
     """What one device holds and sends under a strategy, as multiples of the parameters.
 
-    params, grads, opt: held, where `opt` is Adam's two moments. sent: in a step of one microbatch; as much is
-    received. For a strategy that keeps its states on the first device, all four are that device's.
+    params, grads, opt: held, where `opt` is Adam's two moments. host: of all three, what lies in host memory instead.
+    sent: in a step of one microbatch; as much is received. For a strategy that keeps its states on the first device,
+    all are that device's.
     """
 
     params: float
     grads: float
     opt: float
     sent: float
+    host: float = 0.0
 
     @property
     def held(self) -> float:
@@ -38,13 +41,14 @@ class Row:
     cost: Cost
 
 
-def rows(devices: int, replica: int = 1) -> list[Row]:
+def rows(devices: int, replica: int = 1, offload: str = "none") -> list[Row]:
     """Every named strategy once, on `devices` devices.
 
     replica: how many copies of the states there are; a strategy that makes sense only from some number of
-    replicas gets at least that many, and is left out where those do not divide the devices.
+    replicas gets at least that many, and is left out where those do not divide the devices. offload: what of it lies in
+    host memory, as for `jaxshard.offload`.
 
-    Raises ValueError when `replica` itself does not divide them.
+    Raises ValueError when `replica` itself does not divide them, and for an unknown word in `offload`.
     """
     if replica < 1 or devices < 1 or devices % replica:
         raise ValueError(
@@ -60,7 +64,7 @@ def rows(devices: int, replica: int = 1) -> list[Row]:
         if devices % copies:
             continue
         shape = {REPLICA: copies, SHARD: devices // copies}
-        cost = cost_of(strategy, shape)
+        cost = cost_of(offloaded(strategy, offload), shape)
         table.append(Row(names=tuple(known_as), strategy=strategy, replica=copies, shard=shape[SHARD], cost=cost))
     return table
 
@@ -75,7 +79,7 @@ def cost_of(strategy: Strategy, mesh: dict[str, int]) -> Cost:
     if strategy.params.devices == "first":
         others = pieces(BATCH_AXES) - 1
         # All devices' gradients arrive before they are added up; parameters go out to each of the others.
-        return Cost(params=1.0, grads=others + 1.0, opt=2.0, sent=float(others))
+        return _split(strategy, {"params": 1.0, "grads": others + 1.0, "opt": 2.0}, float(others))
 
     gathers = 2 if strategy.regather and strategy.gather == "use" else 1
     rest = pieces([axis for axis in BATCH_AXES if axis not in strategy.opt.axes])
@@ -85,4 +89,15 @@ def cost_of(strategy: Strategy, mesh: dict[str, int]) -> Cost:
         + 2 * (1 - 1 / rest) / opt  # all_reduce of what each device then has
         + (1 / params - 1 / opt)  # all_gather of updated parameters
     )
-    return Cost(params=1 / params, grads=1 / grads, opt=2 / opt, sent=sent)
+    return _split(strategy, {"params": 1 / params, "grads": 1 / grads, "opt": 2 / opt}, sent)
+
+
+def _split(strategy: Strategy, held: Mapping[str, float], sent: float) -> Cost:
+    """What is held, on the device and in host memory."""
+    hosted = {
+        state: size * placement.fraction
+        for state, size in held.items()
+        if (placement := getattr(strategy, state)).memory == HOST
+    }
+    params, grads, opt = (held[state] - hosted.get(state, 0.0) for state in STATES)
+    return Cost(params=params, grads=grads, opt=opt, sent=sent, host=sum(hosted.values()))
