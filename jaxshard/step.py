@@ -312,9 +312,10 @@ def _check_donation(built: Built, state: TrainState) -> None:
     if memory is None or debugs_nans():
         return
     donated = sum(_local_bytes(x) for x in jax.tree.leaves(state))
-    if memory.alias_size_in_bytes < donated:
+    in_place = memory.alias_size_in_bytes + memory.host_alias_size_in_bytes
+    if in_place < donated:
         raise RuntimeError(
-            f"{donated - memory.alias_size_in_bytes} of the state's {donated} bytes per device are not updated in "
+            f"{donated - in_place} of the state's {donated} bytes per device are not updated in "
             "place, so a step would need them twice. Leaves of the state must keep their shapes and dtypes."
         )
 
