@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from jaxshard.compiled.hlo import Computation, Instruction, Module
+from jaxshard.compiled.hlo import HOST, Computation, Instruction, Module
 from jaxshard.compiled.traffic import KINDS
 from jaxshard.compiled.walk import trip_count
 
@@ -97,6 +97,8 @@ def missing(text: str, module: Module) -> str:
             "such as 1, 1000 and 5000, which are no times. It has one of Hopper and Blackwell."
         )
     inside = tuple(_inside(module, module.entry))
+    if any(_transfers(one) for computation in inside for one in computation.instructions.values()):
+        return "XLA's scheduler has no time for transfers to and from the host's memory, and takes 5000 us for each."
     if any(_asynchronous(module, one) for computation in inside for one in computation.instructions.values()):
         return (
             "XLA's scheduler (jax 0.12) has no time for the asynchronous fusions of this program, in which a loop "
@@ -108,6 +110,11 @@ def missing(text: str, module: Module) -> str:
         said = f"{absent[0]} and {len(absent) - 1} more" if len(absent) > 1 else absent[0]
         return f"XLA's scheduler said nothing of {said}: it gives no time to loops and branches that send nothing."
     return ""
+
+
+def _transfers(one: Instruction) -> bool:
+    """Whether it starts a transfer to or from the host's memory, or what the host's processor does with it."""
+    return one.opcode.endswith("-start") and any(array.space == HOST for array in one.arrays)
 
 
 def _asynchronous(module: Module, one: Instruction) -> bool:
