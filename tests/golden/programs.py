@@ -118,7 +118,7 @@ def on_host(grads, params, moment):
         return params - 0.1 * moment, moment
 
     space = jax.memory.Space.Host
-    compute = getattr(compute_on, "compute_on2", compute_on.compute_on)  # its name before jax 0.12
+    compute: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)  # its name before jax 0.12
     update = compute(update, compute_type="device_host", out_memory_spaces=(space, space))
     params, moment = update(jax.device_put(jnp.sin(grads), space), jax.device_put(params, space), moment)
     return jax.device_put(params, jax.memory.Space.Device), moment
