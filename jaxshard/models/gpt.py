@@ -16,9 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxshard.models.attention import Form, best_form, causal_attention
 from jaxshard.models.loss import cross_entropy
+
+INPUT, MIXED, HIDDEN = "block_input", "attention_mixed", "mlp_hidden"
+"""Names of a block's activations, for policies of `jax.checkpoint_policies` that save or offload by name: its input,
+and what the last matrices of attention and of the MLP are given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +58,9 @@ class GPTConfig:
     """Whether the head is the transposed embedding."""
     scan: bool = True
     """Blocks as one stack of parameters that is scanned over (quick to compile), or as a list."""
-    remat: Literal["none", "full", "dots"] = "none"
-    """What the backward pass recomputes in each block: nothing, all of it, or all but the matrix products."""
+    remat: Literal["none", "full", "dots", "offload"] = "none"
+    """What the backward pass recomputes in each block: nothing, all of it, or all but the matrix products; offload: all
+    of it, from inputs that wait in the host's memory (needs scan)."""
     attention: Form = "auto"
     """All scores at once, in blocks, or cuDNN's kernel for GPUs and 16-bit floats; auto: see `resolved`."""
     loss_chunk: int | None = None
@@ -78,6 +84,11 @@ class GPTConfig:
             raise ValueError(f"model.width = {self.width} does not divide into model.heads = {self.heads} heads.")
         if self.heads % self.groups:
             raise ValueError(f"model.heads = {self.heads} does not divide into model.kv_heads = {self.groups} groups.")
+        if self.remat == "offload" and not self.scan:
+            raise ValueError(
+                "model.remat = 'offload' needs model.scan = true: of a list of blocks, XLA starts each transfer to the "
+                "host only when the backward pass wants it back, and the device holds as much as before."
+            )
         if self.positions == "rotary" and self.head_width % 2:
             raise ValueError(
                 f"rotary positions turn channels in pairs, but a head has {self.head_width} "
@@ -190,7 +201,7 @@ class Attention(nnx.Module):
         if angles_TxC is not None:
             q_BxTxHxC, k_BxTxKxC = rotate(q_BxTxHxC, angles_TxC), rotate(k_BxTxKxC, angles_TxC)
         mixed_BxTxHxC = causal_attention(q_BxTxHxC, k_BxTxKxC, v_BxTxKxC, form=self.config.attention)
-        return self.out(mixed_BxTxHxC.reshape(x_BxTxD.shape))
+        return self.out(checkpoint_name(mixed_BxTxHxC.reshape(x_BxTxD.shape), MIXED))
 
 
 class MLP(nnx.Module):
@@ -206,7 +217,8 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
         up = self.up(x_BxTxD)
-        return self.down(jax.nn.gelu(up) if self.gate is None else jax.nn.silu(self.gate(x_BxTxD)) * up)
+        hidden = jax.nn.gelu(up) if self.gate is None else jax.nn.silu(self.gate(x_BxTxD)) * up
+        return self.down(checkpoint_name(hidden, HIDDEN))
 
 
 class Block(nnx.Module):
@@ -221,6 +233,7 @@ class Block(nnx.Module):
 
     def __call__(self, x_BxTxD: jax.Array, angles_TxC: jax.Array | None, key: jax.Array | None = None) -> jax.Array:
         keys = (None, None) if key is None else jax.random.split(key)
+        x_BxTxD = checkpoint_name(x_BxTxD, INPUT)
         x_BxTxD += _dropped(self.attention(self.attention_norm(x_BxTxD), angles_TxC), self.dropout, keys[0])
         return x_BxTxD + _dropped(self.mlp(self.mlp_norm(x_BxTxD)), self.dropout, keys[1])
 
@@ -283,7 +296,17 @@ class GPT(nnx.Module):
 def _remat(fn, config: GPTConfig):
     if config.remat == "none":
         return fn
-    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if config.remat == "dots" else None
+    policies = jax.checkpoint_policies
+    policy = {
+        "full": None,
+        "dots": policies.dots_with_no_batch_dims_saveable,
+        "offload": policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=(),
+            names_which_can_be_offloaded=(INPUT,),
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
+    }[config.remat]
     # A scan keeps its body from being merged with its own recomputation; a list of blocks needs the barrier.
     return jax.checkpoint(fn, policy=policy, prevent_cse=not config.scan)
 
