@@ -139,44 +139,59 @@ def test_transfers_pass_each_other_on_the_link():
     assert (found.to_device, found.to_host, found.bound_by) == (2, 1, "host")
 
 
-def test_transfers_in_a_loop():
-    body = f"""
-%body (given: f32[250000]) -> f32[250000] {{
-  %w = f32[250000]{{0}} parameter(0)
-  %a = bf16[100,100]{{1,0}} constant({{...}})
-  %b = bf16[100,100]{{1,0}} constant({{...}})
-{BOTH}
-  %dot = f32[100,100]{{1,0}} {DOT}
-  %put-done = f32[25000]{{0:S(5)}} copy-done(%put)
-  %fetch-done = f32[25000]{{0}} copy-done(%fetch)
-  ROOT %w2 = f32[250000]{{0}} bitcast(%w)
-}}
-%more (given: f32[250000]) -> pred[] {{
-  %given = f32[250000]{{0}} parameter(0)
+LOOP = """
+%body (given: f32[250000]) -> f32[250000] {
+  %w = f32[250000]{0} parameter(0)
+  %a = bf16[100,100]{1,0} constant({...})
+  %b = bf16[100,100]{1,0} constant({...})
+TRANSFERS
+  %dot = f32[100,100]{1,0} DOT
+  %put-done = f32[25000]{0:S(5)} copy-done(%put)
+  %fetch-done = f32[25000]{0} copy-done(%fetch)
+  ROOT %w2 = f32[250000]{0} bitcast(%w)
+}
+%more (given: f32[250000]) -> pred[] {
+  %given = f32[250000]{0} parameter(0)
   ROOT %yes = pred[] constant(true)
-}}
-"""
-    loop = (
-        '%loop = f32[250000]{0} while(%w), condition=%more, body=%body, backend_config={"known_trip_count":{"n":"3"}}'
-    )
-    found = of(loop, body)
+}
+""".replace("DOT", DOT)
+WHILE = '%loop = f32[250000]{0} while(%w), condition=%more, body=%body, backend_config={"known_trip_count":{"n":"3"}}'
+
+
+def test_transfers_in_a_loop():
+    found = of(WHILE, LOOP.replace("TRANSFERS", BOTH))
     assert (found.seconds, found.compute, found.host, found.to_device, found.to_host) == (3, 1.5, 1.5, 3, 3)
 
 
+@pytest.mark.parametrize(("transfers", "seconds", "host"), [("", 1.5, 0), (BOTH, 4, 2.5)], ids=["still", "moving"])
+def test_a_transfer_under_way_beside_a_loop(transfers, seconds, host):
+    """It is hidden where the loop transfers nothing, and where the link is full the loop's own wait for it."""
+    found = of(
+        f"""
+        %before = f32[25000]{{0:S(5)}} constant({{...}})
+        %first = {FETCH.replace("there", "before")}
+        {WHILE}
+        %done = f32[25000]{{0}} copy-done(%first)
+        """,
+        LOOP.replace("TRANSFERS", transfers),
+    )
+    assert (found.seconds, found.host) == (seconds, host)
+
+
 def test_the_hosts_processor_takes_its_time():
-    """It gets 100000 bytes from the device, reads 200000 and writes 200000, of which the device gets 100000 back."""
+    """It gets 100000 bytes from the device, reads 300000 and writes 300000, of which the device gets 100000."""
     call = (
-        "((f32[25000]{0}, f32[25000]{0:S(5)}), (f32[25000]{0}, f32[25000]{0:S(5)}), u32[]) custom-call-start("
+        "((f32[25000]{0}, f32[50000]{0:S(5)}), (f32[25000]{0}, f32[50000]{0:S(5)}), u32[]) custom-call-start("
         '%here, %there), async_execution_thread="host", custom_call_target="HostExecute"'
     )
     found = of(f"""
-        %there = f32[25000]{{0:S(5)}} constant({{...}})
+        %there = f32[50000]{{0:S(5)}} constant({{...}})
         %here = f32[25000]{{0}} constant({{...}})
         %work = {call}
-        %work-done = (f32[25000]{{0}}, f32[25000]{{0:S(5)}}) custom-call-done(%work)
+        %work-done = (f32[25000]{{0}}, f32[50000]{{0:S(5)}}) custom-call-done(%work)
     """)
-    assert lanes(found) == [("work", "to host", 0, 1), ("work", "host", 1, 4), ("work", "to device", 5, 1)]
-    assert (found.seconds, found.host, found.to_device, found.to_host) == (6, 6, 1, 1)
+    assert lanes(found) == [("work", "to host", 0, 1), ("work", "host", 1, 6), ("work", "to device", 7, 1)]
+    assert (found.seconds, found.host, found.to_device, found.to_host) == (8, 8, 1, 1)
 
 
 @pytest.mark.parametrize("source", SOURCES[:2])
