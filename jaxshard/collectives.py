@@ -123,6 +123,7 @@ def use(
     turn: Sequence[int],
     dtype: Any,
     order: Sequence[int],
+    fetched_as: Any = None,
 ) -> jax.Array:
     """A leaf made whole for the operation that reads it; the adjoint reduces its gradient into the slot.
 
@@ -130,16 +131,16 @@ def use(
     (split over ``route.scatter``), or None for a leaf that does not learn. turn, dtype: the whole leaf is transposed
     and cast so. order: the dims of the result in the order in which the operation's adjoint computes them. The
     gradient is reduced in that order, and its piece is transposed: a transpose before the reduction would be merged
-    into a matrix product, which XLA's fast CPU kernels then do not take.
+    into a matrix product, which XLA's fast CPU kernels then do not take. fetched_as: of a leaf in host memory, the
+    dtype that it is cast to on the device before it is gathered.
     """
 
     def whole_leaf(leaf):
+        leaf = leaf if fetched_as is None else to_device(leaf, path).astype(fetched_as)
         return lax.transpose(gather(leaf, dim, route.gather, route.sizes, path), tuple(turn)).astype(dtype)
 
-    if slot is None:
-        return lax.stop_gradient(whole_leaf(leaf))
     sent = [turn[d] for d in order]  # the leaf's dims in the order in which they are reduced
-    slot_dtype = slot.dtype
+    slot_dtype = None if slot is None else slot.dtype
 
     @jax.custom_vjp
     def whole(leaf, slot):
@@ -150,6 +151,8 @@ def use(
         return whole(leaf, slot), None
 
     def backward(_, gradient):
+        if slot_dtype is None:
+            return None, None
         # The first transpose cancels the one that the operation's adjoint ends with.
         gradient = lax.transpose(gradient, tuple(order))
         if not route.deferred:
@@ -162,13 +165,25 @@ def use(
         return whole(leaf, slot)
 
 
+def to_device(x: jax.Array, path: str) -> jax.Array:
+    """A copy on the device of what lies in host memory."""
+    with scope("fetch", path):
+        return jax.device_put(x, jax.memory.Space.Device)
+
+
+def to_host(x: jax.Array, path: str) -> jax.Array:
+    """A copy in host memory."""
+    with scope("put", path):
+        return jax.device_put(x, jax.memory.Space.Host)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def tie(leaf: jax.Array, slot: jax.Array | None, activation: jax.Array, sent: Any):
     """The first three, of which the leaf cannot be gathered before the activation is there.
 
     In the backward pass, the activation's gradient does not go on before the leaf's is reduced: otherwise a compiler
     may put off products and reductions of weight gradients, and hold the activations of many layers for them. sent: the
-    dtype in which the leaf's gradient arrives, and waits.
+    dtype in which the leaf's gradient arrives, and waits; None: it is not waited for.
     """
     leaf, activation = lax.optimization_barrier((leaf, activation))
     return leaf, slot, activation
@@ -180,7 +195,7 @@ def _tie_forward(leaf, slot, activation, sent):
 
 def _tie_backward(sent, _, gradients):
     _, slot, activation = gradients
-    if slot is None:
+    if slot is None or sent is None:
         return None, slot, activation
     # Not in the slot's dtype if that is wider: it would be held so until the update. (To and fro loses nothing.)
     narrow = sent if jnp.dtype(sent).itemsize < slot.dtype.itemsize else slot.dtype

@@ -151,14 +151,18 @@ def _gather_and_apply(eqn: JaxprEqn, operands: list[Any], choices: Choices, plac
     """The rule that is always right: make whole, apply, and forget the whole leaf until the backward pass."""
 
     def apply(*operands):
-        activation = _activation(operands, closed_over(eqn)) if choices.tie else None
-        operands = operands if activation is None else _tied(operands, activation)
+        activation = _activation(operands, closed_over(eqn))
+        if activation is not None:
+            operands = _tied(operands, activation, choices, place)
         orders = [product_order(eqn, i) if choices.product_order else None for i in range(len(operands))]
         arrays = [whole(x, order) for x, order in zip(operands, orders, strict=True)]
-        return evaluate(eqn, arrays if activation is None else _gradients_tied(operands, arrays, activation))
+        if choices.tie and activation is not None:
+            arrays = _gradients_tied(operands, arrays, activation)
+        return evaluate(eqn, arrays)
 
     # In a scan, what is saved is stacked, so there even a leaf that was whole is taken from its stack again.
-    forgets = choices.regather and any(isinstance(x, Held) and x.is_split for x in operands)
+    fetches = any(isinstance(x, Held) and x.hosted for x in operands)
+    forgets = choices.regather and (fetches or any(isinstance(x, Held) and x.is_split for x in operands))
     forgets = (forgets or place.in_scan) and not place.in_remat
     # A checkpoint outside would override the policies of those inside, and may not wrap effects.
     if forgets and not eqn.effects and not contains_remat(eqn):
@@ -211,9 +215,11 @@ def _scan(eqn: JaxprEqn, operands: list[Any], varies: list[bool], choices: Choic
         isinstance(x, Held) and read_by_rows(body, var, varies)
         for x, var in zip(operands[:constants], body.invars[:constants], strict=True)
     ]
-    # Which dim a scan slices is seen after the transpose.
+    # Which dim a scan slices is seen after the transpose, which is not for the host to do.
+    operands = [whole(x) if isinstance(x, Held) and x.hosted and x.turn else x for x in operands]
     operands = [turned(x) if isinstance(x, Held) else x for x in operands]
     layers = operands[constants + carries :]
+    stays = [stay and isinstance(x, Held) for stay, x in zip(stays, operands[:constants], strict=True)]
     stays += [False] * carries + [isinstance(x, Held) and x.dim != 0 for x in layers]
     if not any(stays):
         return _gather_and_apply(eqn, operands, choices, place)
@@ -245,12 +251,17 @@ def _activation(operands: Sequence[Any], constants: int) -> int | None:
     return next((i for i, x in enumerate(operands) if i >= constants and _is_activation(x)), None)
 
 
-def _tied(operands: Sequence[Any], activation: int) -> list[Any]:
-    """The same operands, with each split leaf tied to the activation among them."""
+def _tied(operands: Sequence[Any], activation: int, choices: Choices, place: _Place) -> list[Any]:
+    """The same operands, with the leaves that are to wait for the activation among them.
+
+    By choice all that are split or in host memory; in any case those in host memory outside of loops, where nothing
+    else keeps a compiler from fetching all of them at once.
+    """
     operands = list(operands)
     for i, x in enumerate(operands):
-        if isinstance(x, Held) and x.is_split:
-            tied: Any = tie(x.leaf, x.slot, operands[activation], x.arrives)
+        both = choices.tie and isinstance(x, Held) and (x.is_split or x.hosted)
+        if both or (isinstance(x, Held) and x.hosted and not place.in_scan):
+            tied: Any = tie(x.leaf, x.slot, operands[activation], x.arrives if both else None)
             leaf, slot, operands[activation] = tied
             operands[i] = replace(x, leaf=leaf, slot=slot)
     return operands

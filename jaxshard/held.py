@@ -29,6 +29,8 @@ class Held:
     slot: zeros as its gradient is wanted; None when it does not learn.
     dtype: in which it is gathered; the cast comes before.
     pieces: how many pieces the layout splits `dim` into, whether this strategy does or not.
+    hosted: it lies in host memory, where nothing is computed: only what picks a part of it is done there, the rest
+        when that has been fetched to become whole.
     turn, wide: what is still to be done to it once it is whole, a transpose (None: none) and a cast to a wider dtype.
         A transpose of shards would give the whole another layout in memory than a strategy that splits nothing has,
         and sums another order; a wider dtype before the gather would only send more.
@@ -41,6 +43,7 @@ class Held:
     pieces: int = field(metadata={"static": True})
     route: Route = field(metadata={"static": True})
     path: str = field(metadata={"static": True})
+    hosted: bool = field(default=False, metadata={"static": True})
     turn: tuple[int, ...] | None = field(default=None, metadata={"static": True})
     wide: Any = field(default=None, metadata={"static": True})
 
@@ -60,19 +63,28 @@ class Held:
         return self.route.reduce_dtype if reduced else self.wide or self.dtype
 
 
+PICKS = ("slice", "dynamic_slice", "squeeze", "reshape")
+"""What is done in host memory: it moves nothing, but says what a transfer takes."""
+PUT_OFF = ("stop_gradient", "transpose", "convert_element_type")
+
+
 def whole(x: Any, order: Sequence[int] | None = None) -> Any:
     """A held leaf made whole; anything else as it is. order: see `collectives.use`."""
     if not isinstance(x, Held):
         return x
     turn, dtype = _turn(x), x.wide or x.dtype
     order = range(x.leaf.ndim) if order is None else order
-    return use(x.cast, x.slot, x.dim, x.route, x.path, turn=turn, dtype=dtype, order=order)
+    leaf = x.leaf if x.hosted else x.cast
+    sent = x.dtype if x.hosted else None
+    return use(leaf, x.slot, x.dim, x.route, x.path, turn=turn, dtype=dtype, order=order, fetched_as=sent)
 
 
 def on_shard(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
     """A linear equation applied to the shard and to its slot, or None when it needs the leaf whole."""
     name = eqn.primitive.name
     held = [x for x in operands if isinstance(x, Held)]
+    if any(x.hosted for x in held) and not ((name in PICKS and held[0].turn is None) or name in PUT_OFF):
+        return None
     if name == "concatenate":
         operands = held = [_cast(turned(x)) for x in held]
         if len(held) != len(eqn.invars) or any(_kind(x) != _kind(held[0]) for x in held):
@@ -120,6 +132,8 @@ def _converted(x: Held, dtype: Any) -> Held | None:
     if not all(jnp.issubdtype(d, jnp.floating) for d in (x.dtype, dtype)):
         return None
     if jnp.dtype(dtype).itemsize <= jnp.dtype(x.dtype).itemsize:
+        if x.hosted:  # there is one cast to put off, not two
+            return replace(x, dtype=dtype, wide=None) if x.leaf.dtype == x.dtype or dtype == x.dtype else None
         return replace(x, leaf=x.cast.astype(dtype), dtype=dtype, wide=None)
     return replace(x, wide=dtype)
 

@@ -19,11 +19,10 @@ from jax.extend.core import ClosedJaxpr, Var
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.collectives import SCOPE
+from jaxshard.collectives import to_device, to_host
 from jaxshard.jaxprs import shape_of
 from jaxshard.parts import Part, parted, run, run_piece
 
-Space = jax.memory.Space
 PIECE_BYTES = 32 * 2**20
 """Of one array; at 55 GB/s it takes 0.6 ms, long beside what starting a transfer takes."""
 
@@ -32,11 +31,13 @@ PIECE_BYTES = 32 * 2**20
 class Home:
     """Where an array lies that an update reads.
 
-    spec: how it is split. hosted: in host memory. dim, axes: of what is here the update wants this device's piece
-    alone, along `dim` over `axes`; ``()``: all of it. result: how the update gives it back; None if it does not.
+    path: its name. spec: how it is split. hosted: in host memory. dim, axes: of what is here the update wants this
+    device's piece alone, along `dim` over `axes`; ``()``: all of it. result: how the update gives it back; None if it
+    does not.
     """
 
     spec: P
+    path: str = ""
     hosted: bool = False
     dim: int | None = None
     axes: tuple[str, ...] = ()
@@ -46,18 +47,6 @@ class Home:
     def returns(self) -> bool:
         """Whether its new value takes its place, in host memory."""
         return self.hosted and self.result is not None and not self.axes
-
-
-def to_device(x: jax.Array) -> jax.Array:
-    """A copy on the device."""
-    with jax.named_scope(f"{SCOPE}.fetch"):
-        return jax.device_put(x, Space.Device)
-
-
-def to_host(x: jax.Array) -> jax.Array:
-    """A copy in host memory."""
-    with jax.named_scope(f"{SCOPE}.put"):
-        return jax.device_put(x, Space.Host)
 
 
 def streamed(
@@ -100,7 +89,7 @@ def streamed(
     results = [values[v] if isinstance(v, Var) else jnp.asarray(v.val, shape_of(v).dtype) for v in jaxpr.outvars]
     for k, v in enumerate(jaxpr.outvars):
         if at[k].returns and k not in placed and v not in jaxpr.invars:  # a constant, or a small value
-            results[k] = to_host(results[k])
+            results[k] = to_host(results[k], at[k].path)
     return jax.tree.unflatten(jax.tree.structure(wanted), results)
 
 
@@ -195,14 +184,14 @@ class _Stream:
 
     def _whole(self, values: dict[Any, Any]) -> list[jax.Array]:
         """All of it at once, over global arrays."""
-        values |= {v: to_device(values[v]) for v in self.hosted}
+        values |= {v: to_device(values[v], self.homes[v].path) for v in self.hosted}
         run(self.part.eqns, values)
         results = []
         for v, out in zip(self.written, self.outvars, strict=True):
             x, home = values[out], self.homes[v]
             if self.mesh is not None and home.result is not None:
                 x = lax.with_sharding_constraint(x, NamedSharding(self.mesh, home.result))
-            results.append(to_host(x) if home.returns else x)
+            results.append(to_host(x, home.path) if home.returns else x)
         return results
 
     def _by_pieces(self, values: dict[Any, Any]) -> list[jax.Array]:
@@ -234,7 +223,7 @@ class _Stream:
             return lax.dynamic_slice(new[in_place[v]] if v in in_place else mine[v], start, cut.piece)
 
         def fetch(i: Any, new: Sequence[jax.Array]) -> list[jax.Array]:
-            return [to_device(slice_of(v, i, new)) for v in self.hosted]
+            return [to_device(slice_of(v, i, new), self.homes[v].path) for v in self.hosted]
 
         def update(i: Any, new: list[jax.Array], fetched: list[list[jax.Array]], *, more: bool):
             now, *fetched = fetched or [fetch(i, new)]
@@ -251,7 +240,10 @@ class _Stream:
                         results[k], coming[j] = lax.optimization_barrier((results[k], coming[j]))
                 fetched = [*fetched, coming]
             start = cut.start(i)
-            placed = [to_host(x) if self.homes[v].returns else x for v, x in zip(self.written, results, strict=True)]
+            placed = [
+                to_host(x, self.homes[v].path) if self.homes[v].returns else x
+                for v, x in zip(self.written, results, strict=True)
+            ]
             return [lax.dynamic_update_slice(a, x, start) for a, x in zip(new, placed, strict=True)], fetched
 
         fetched = [fetch(i, begin) for i in range(ahead)]

@@ -20,7 +20,7 @@ from jaxshard.jaxprs import first_results, origin, trace
 from jaxshard.loss import Loss, LossFunction
 from jaxshard.mesh import axis_sizes, size_over
 from jaxshard.precision import Precision, cast_floats
-from jaxshard.specs import Leaf, path_of, route, split_axes
+from jaxshard.specs import Leaf, in_host_memory, path_of, route, split_axes
 from jaxshard.strategy import Placement, Strategy
 from jaxshard.varying import varying
 
@@ -125,6 +125,12 @@ class Program:
         """How a leaf and its gradient travel at the use."""
         return route(leaf, self.strategy, self.mesh, self.precision, to=self.at_use, deferred=self.deferred)
 
+    @property
+    def fetched_at_use(self) -> frozenset[str]:
+        """The paths of parameters that are in host memory when the loss reads them."""
+        hosted = in_host_memory(self.layout, self.strategy.params)
+        return hosted if self.strategy.gather == "use" else frozenset()
+
     def compute_dtype(self, leaf: Leaf) -> Any:
         """The dtype of a leaf as the loss sees it."""
         is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
@@ -144,6 +150,7 @@ class Program:
 def held_params(program: Program, params: Any, slots: Any) -> Any:
     """Parameters as `Held`, ready for the loss. slots: a tree of arrays, or None to take no gradient."""
     slots = program.map(lambda leaf: None) if slots is None else slots
+    hosted = program.fetched_at_use
 
     def hold(leaf: Leaf, x: jax.Array, slot: jax.Array | None) -> Held:
         dtype = program.compute_dtype(leaf)
@@ -155,6 +162,7 @@ def held_params(program: Program, params: Any, slots: Any) -> Any:
             pieces=program.pieces,
             route=program.route(leaf),
             path=leaf.path,
+            hosted=leaf.path in hosted,
         )
 
     return program.map(hold, params, slots)
@@ -165,5 +173,7 @@ def gathered_for_step(program: Program, params: Any) -> Any:
     if program.strategy.gather == "use":
         return params
     axes = program.strategy.params.axes
+    hosted = in_host_memory(program.layout, program.strategy.params)
+    params = program.map(lambda leaf, x: collectives.to_device(x, leaf.path) if leaf.path in hosted else x, params)
     params = cast_floats(params, program.precision.compute)
     return program.map(lambda leaf, x: collectives.gather(x, leaf.dim, axes, program.sizes, leaf.path), params)

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxshard import collectives
 from jaxshard.gradients import Gradients
-from jaxshard.host_memory import Home, streamed, to_host
+from jaxshard.host_memory import Home, streamed
 from jaxshard.precision import next_loss_scale
 from jaxshard.program import Program
 from jaxshard.specs import Leaf, in_host_memory, shardings
@@ -91,10 +91,13 @@ def _homes(program: Program, where: StateLayout, given: Any) -> tuple[tuple[Any,
         if leaf.path not in hosted:
             return Home(spec=result, result=result)
         at_rest = leaf.spec(strategy.params)
-        return Home(spec=at_rest, hosted=True, dim=leaf.dim, axes=axes if slice_of else (), result=result)
+        return Home(
+            path=leaf.path, spec=at_rest, hosted=True, dim=leaf.dim, axes=axes if slice_of else (), result=result
+        )
 
     def opt(leaf: Leaf) -> Home:
-        return Home(spec=leaf.spec(strategy.opt), hosted=leaf.path in hosted_opt, result=leaf.spec(strategy.opt))
+        spec = leaf.spec(strategy.opt)
+        return Home(path=leaf.path, spec=spec, hosted=leaf.path in hosted_opt, result=spec)
 
     grads = program.learning(program.map(lambda leaf: Home(spec=leaf.spec(strategy.opt))))
     params = program.learning(program.map(param))
@@ -147,7 +150,7 @@ def published(program: Program, params: Any) -> Any:
             return None if x is None else collectives.gather(x, leaf.dim, axes, program.sizes, leaf.path)
         # One whole leaf at a time: the next is gathered when this one has left.
         x = lax.optimization_barrier((x, done[-1]))[0] if done else x
-        done.append(to_host(collectives.gather(x, leaf.dim, axes, program.sizes, leaf.path)))
+        done.append(collectives.to_host(collectives.gather(x, leaf.dim, axes, program.sizes, leaf.path), leaf.path))
         return done[-1]
 
     def gather(params):
