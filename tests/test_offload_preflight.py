@@ -255,6 +255,20 @@ def test_an_optimizer_state_in_host_memory():
 
 @pytest.mark.target
 @gpu_compiler
+def test_parameters_in_host_memory():
+    """Fetched in the forward pass and again in the backward pass, which does not need the embedding, which is only
+    indexed; then all states are updated."""
+    _, found, made = for_h100s("opt+params")
+    params, embedding = MOMENTS // 2, 4 * VOCAB * WIDTH // 8
+    assert made["params"].compiled == 0
+    assert {line.name: line.compiled for line in made.host if line.compiled} == {"params": params, "opt": MOMENTS}
+    assert (found.facts.to_host, found.facts.host_memory.temps) == (params + MOMENTS, 0)
+    assert found.facts.to_device == params + (params - embedding) + (params + MOMENTS)
+    assert made["peak"].compiled == sum(line.compiled or 0 for line in made.held if line.name != "peak")
+
+
+@pytest.mark.target
+@gpu_compiler
 def test_nothing_in_host_memory():
     _, found, made = for_h100s("none")
     assert made["opt"].compiled == MOMENTS + 4

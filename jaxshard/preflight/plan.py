@@ -6,7 +6,7 @@ The figures are the library's own: the same layout, placements and contract that
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from jaxshard.dp import DataParallel
 from jaxshard.explain import held_bytes
 from jaxshard.mesh import axis_sizes
 from jaxshard.precision import Precision
+from jaxshard.preflight.seam import host_bytes, link_bytes
 from jaxshard.setup import Setup, setup
 from jaxshard.specs import Leaf
 from jaxshard.strategy import Placement, Strategy, name_of, named
@@ -28,10 +29,11 @@ from jaxshard.strategy import Placement, Strategy, name_of, named
 class Plan:
     """What one device holds and sends in a step; for `dp` the first device.
 
-    held: bytes by class, params, grads (between the passes), opt and extra. gathered: bytes of what is whole for a
-    while besides: every weight under ``gather="step"``, the largest alone under ``gather="use"`` (it is the least: a
-    compiler that gathers early holds two or more), for `dp` the gradients of all other devices. collectives: the most
-    that a step sends. leaves: every parameter, with the reason why it stays whole if it does.
+    held: bytes by class, params, grads (between the passes), opt and extra. host: of the same, what lies in the host's
+    memory instead, for one device. link: what crosses the link to the host in a step. gathered: bytes of what is whole
+    for a while besides: every weight under ``gather="step"``, the largest alone under ``gather="use"`` (it is the
+    least: a compiler that gathers early holds two or more), for `dp` the gradients of all other devices. collectives:
+    the most that a step sends. leaves: every parameter, with the reason why it stays whole if it does.
 
     Only a compiler knows the rest: activations, and what an optimizer that is not elementwise makes the update send.
     """
@@ -42,11 +44,22 @@ class Plan:
     gathered: int
     collectives: tuple[Collective, ...]
     leaves: tuple[Leaf, ...]
+    host: dict[str, int] = field(default_factory=dict)
+    link: tuple[Any, ...] = ()
 
     @property
     def states(self) -> int:
         """Bytes of all that is held."""
         return sum(self.held.values())
+
+    @property
+    def in_host(self) -> int:
+        """Bytes of all that lies in the host's memory for one device."""
+        return sum(self.host.values())
+
+    def crossed(self, direction: str) -> int:
+        """Bytes over the link to the host in a step, ``to_device`` or ``to_host``."""
+        return sum(one.bytes * one.count for one in self.link if one.direction == direction)
 
     @property
     def wire_bytes(self) -> int:
@@ -106,6 +119,8 @@ def plan(
         gathered=_gathered(made, strategy, collectives),
         collectives=collectives,
         leaves=tuple(jax.tree.leaves(made.program.layout)),
+        host=host_bytes(made),
+        link=link_bytes(made),
     )
 
 
