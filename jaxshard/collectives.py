@@ -139,6 +139,8 @@ def use(
         leaf = leaf if fetched_as is None else to_device(leaf, path).astype(fetched_as)
         return lax.transpose(gather(leaf, dim, route.gather, route.sizes, path), tuple(turn)).astype(dtype)
 
+    if slot is None and fetched_as is None:
+        return lax.stop_gradient(whole_leaf(leaf))
     sent = [turn[d] for d in order]  # the leaf's dims in the order in which they are reduced
     slot_dtype = None if slot is None else slot.dtype
 
@@ -161,7 +163,7 @@ def use(
         return None, lax.transpose(gradient, back).astype(slot_dtype)
 
     whole.defvjp(forward, backward)
-    with scope("use", path):
+    with scope("frozen" if slot is None else "use", path):
         return whole(leaf, slot)
 
 

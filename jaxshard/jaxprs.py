@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.extend.core.primitives import copy_p
 from jax.extend.source_info_util import current_name_stack, new_name_stack, user_context
 from jax.interpreters.partial_eval import dce_jaxpr
@@ -100,6 +100,26 @@ def first_results(closed: ClosedJaxpr, count: int) -> ClosedJaxpr:
     """
     wanted = [i < count for i in range(len(closed.jaxpr.outvars))]
     return ClosedJaxpr(dce_jaxpr(closed.jaxpr, wanted, instantiate=True)[0], closed.consts)
+
+
+def only(closed: ClosedJaxpr, results: Sequence[int]) -> tuple[ClosedJaxpr, list[bool]]:
+    """(a program that gives some of the results alone, which of the inputs it takes). results: ascending positions."""
+    wanted = [i in set(results) for i in range(len(closed.jaxpr.outvars))]
+    jaxpr, read = dce_jaxpr(closed.jaxpr, wanted)
+    return ClosedJaxpr(jaxpr, closed.consts), read
+
+
+def constant_of(jaxpr: Jaxpr, atom: Any) -> Any:
+    """The number that each element of a result is, whatever the inputs; None if there is none."""
+    if isinstance(atom, Literal):
+        return atom.val
+    maker = next((eqn for eqn in jaxpr.eqns if atom in eqn.outvars), None)
+    if maker is None:
+        return None
+    if maker.primitive.name in INLINED:
+        body, _ = body_of(maker)
+        return constant_of(body, body.outvars[maker.outvars.index(atom)])
+    return constant_of(jaxpr, maker.invars[0]) if maker.primitive.name == "broadcast_in_dim" else None
 
 
 def needed_for(jaxpr: Jaxpr, wanted: Iterable[Var]) -> tuple[JaxprEqn, ...]:

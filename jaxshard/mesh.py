@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, Sharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, Sharding, SingleDeviceSharding
 
 from jaxshard.strategy import BATCH_AXES, REPLICA, SHARD
 
@@ -110,6 +110,32 @@ def put(tree: Any, to: Sharding) -> Any:
         return jax.make_array_from_callback(x.shape, to, lambda index: x[index])
 
     return jax.tree.map(place, tree)
+
+
+def assembled(
+    shape: tuple[int, ...],
+    dtype: Any,
+    sharding: Sharding,
+    begin: Callable[[tuple[slice, ...]], Callable[[], np.ndarray]],
+) -> jax.Array:
+    """An array of which each device of this process gets its own part, in the sharding's memory.
+
+    begin: begins to make the part at an index, and returns a function that waits for it.
+    """
+    places = {d: tuple(index or ()) for d, index in sharding.addressable_devices_indices_map(shape).items()}
+    begun = {_key(index): begin(index) for index in {_key(index): index for index in places.values()}.values()}
+    results = {key: wait() for key, wait in begun.items()}
+    parts = []
+    for device, index in places.items():
+        # CPU devices take the host's memory as it is: those that hold the same part get memory of their own each,
+        # because a step writes in place.
+        part = results[_key(index)].copy() if device.platform == "cpu" else results[_key(index)]
+        parts.append(jax.device_put(part, SingleDeviceSharding(device, memory_kind=sharding.memory_kind)))
+    return jax.make_array_from_single_device_arrays(shape, sharding, parts, dtype=dtype)
+
+
+def _key(index: tuple[slice, ...]) -> tuple[Any, ...]:
+    return tuple((part.start, part.stop) for part in index)
 
 
 def settled(mesh: Mesh, result: Any) -> Any:

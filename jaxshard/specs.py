@@ -253,8 +253,11 @@ def shardings(tree_layout: Any, placement: Placement, mesh: Mesh) -> Any:
 
 def sharding(spec: P, placement: Placement, mesh: Mesh, memory: str | None = None) -> Sharding:
     """A spec on the devices of a placement. memory: None is their own."""
-    if placement.devices == "first":
-        return SingleDeviceSharding(mesh.devices.flat[0], memory_kind=memory)
+    first = mesh.devices.flat[0] if placement.devices == "first" else None
+    if first is not None and memory is None:
+        return SingleDeviceSharding(first)
+    if first is not None:  # which memory an array lies in stands in its type only with a mesh
+        mesh = Mesh(np.full((1,) * len(mesh.axis_names), first), mesh.axis_names)
     found = NamedSharding(mesh, spec, memory_kind=memory)
     # Devices that are not there have no memories, and JAX drops the word silently; an abstract mesh keeps it.
     known = memory is None or found.memory_kind == memory

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
+from jax.sharding import Sharding
 
 from jaxshard.checks import whole_number
-from jaxshard.mesh import put, unplaced
+from jaxshard.jaxprs import constant_of, only
+from jaxshard.mesh import assembled, put, unplaced
 from jaxshard.precision import LossScale, cast_floats, initial_loss_scale
 from jaxshard.program import Program
 from jaxshard.specs import optimizer_layout, path_of, sharding, shardings
+from jaxshard.strategy import HOST
 
 
 @jax.tree_util.register_dataclass
@@ -92,16 +98,18 @@ def initialiser(
     optimizer: optax.GradientTransformation,
     where: StateLayout,
     init: Callable[[jax.Array], tuple[Any, Any]],
-) -> Any:
-    """The jitted function of a key that makes a state in one global computation.
+) -> Callable[[jax.Array], TrainState]:
+    """A function of a key that makes a state, each leaf where it will live, with the same value on any mesh.
 
-    Each leaf is born where it will live, with the same value on any mesh.
+    In one global computation, unless some of it goes to host memory: see `_made_in_turn`.
     """
 
     def make(key):
         params, extra = init(key)
         return new_state(program, optimizer, params, extra, key)
 
+    if _hosted(where):
+        return lambda key: _made_in_turn(make, (key,), (None,), where)
     return jax.jit(make, out_shardings=where.shardings)
 
 
@@ -120,13 +128,72 @@ def placed(
         # A copy: the state is donated, and the caller's array must outlive it.
         return jnp.copy(put(x, sharding))
 
+    def make(params, extra, key):
+        return new_state(program, optimizer, params, extra, key)
+
+    if _hosted(where):
+        near = shardings(program.layout, program.strategy.params.on_device, program.mesh)
+        return _made_in_turn(make, (params, extra, key), (near, where.shardings.extra, None), where)
     params = jax.tree.map(place, where.shardings.params, params)
     extra = jax.tree.map(place, where.shardings.extra, extra)
-    return jax.jit(
-        lambda p, e, k: new_state(program, optimizer, p, e, k),
-        out_shardings=where.shardings,
-        donate_argnums=(0, 1),
-    )(params, extra, key)
+    return jax.jit(make, out_shardings=where.shardings, donate_argnums=(0, 1))(params, extra, key)
+
+
+def _hosted(where: StateLayout) -> bool:
+    return any(x.memory_kind == HOST for x in jax.tree.leaves(where.shardings))
+
+
+AT_ONCE = 2**30
+"""Bytes of a state that are made on each device before they leave for host memory; one leaf may have more."""
+
+
+def _made_in_turn(make: Callable[..., TrainState], args: Any, near: Any, where: StateLayout) -> TrainState:
+    """``make(*args)`` where only part of the state is on a device at a time: what is made there leaves for host memory
+    before more is made, and a constant (an optimizer's zeros) is not made there at all.
+
+    near: the devices' memory for each of the arguments, which are brought there when they are read; None: as it is.
+    """
+    flat = jax.tree.leaves(args)
+    near = [at for arg, tree in zip(args, near, strict=True) for at in jax.tree.leaves(tree) or [None] * _count(arg)]
+    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), args)
+    closed, shapes = jax.make_jaxpr(make, return_shape=True)(*given)
+    leaves, homes = jax.tree.leaves(shapes), jax.tree.leaves(where.shardings)
+    found: dict[int, jax.Array] = {}
+    turns: list[list[int]] = [[k for k, home in enumerate(homes) if home.memory_kind != HOST]]
+    size = 0
+    for k, (x, home) in enumerate(zip(leaves, homes, strict=True)):
+        if home.memory_kind != HOST:
+            continue
+        value = constant_of(closed.jaxpr, closed.jaxpr.outvars[k])
+        if value is not None:
+            found[k] = _filled(x, home, value)
+            continue
+        here = math.prod(home.shard_shape(x.shape)) * x.dtype.itemsize
+        if len(turns) == 1 or size + here > AT_ONCE:
+            turns.append([])
+            size = 0
+        turns[-1].append(k)
+        size += here
+    for turn in turns:
+        program, read = only(closed, turn)
+        inputs = [x if at is None else put(x, at) for x, at, used in zip(flat, near, read, strict=True) if used]
+        run = jax.jit(jaxpr_as_fun(program), out_shardings=[homes[k] for k in turn])
+        found |= dict(zip(turn, jax.block_until_ready(run(*inputs)), strict=True))
+    return jax.tree.unflatten(jax.tree.structure(shapes), [found[k] for k in range(len(leaves))])
+
+
+def _count(tree: Any) -> int:
+    return len(jax.tree.leaves(tree))
+
+
+def _filled(x: jax.ShapeDtypeStruct, home: Sharding, value: Any) -> jax.Array:
+    """An array of one value, made by the host."""
+
+    def begin(index: tuple[slice, ...]) -> Callable[[], np.ndarray]:
+        shape = tuple(len(range(*part.indices(size))) for part, size in zip(index, x.shape, strict=True))
+        return lambda: np.full(shape, value, x.dtype)
+
+    return assembled(x.shape, x.dtype, home, begin)
 
 
 def init_layers(init_layer: Callable[[jax.Array], Any], key: jax.Array, layers: int) -> Any:

@@ -15,8 +15,9 @@ from typing import Any
 import jax
 import numpy as np
 import tensorstore as ts
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import Sharding
 
+from jaxshard.mesh import assembled
 from jaxshard.train.description import STATE, DamagedError, Description, StoredLeaf, describe
 from jaxshard.train.digest import host_digest, host_key_digest
 
@@ -63,32 +64,6 @@ def read_to(description: Description, path: str, sharding: Sharding) -> jax.Arra
         return lambda: _result(description, path, read)
 
     return assembled(tuple(store.shape), store.dtype.numpy_dtype, sharding, begin)
-
-
-def assembled(
-    shape: tuple[int, ...],
-    dtype: Any,
-    sharding: Sharding,
-    begin: Callable[[tuple[slice, ...]], Callable[[], np.ndarray]],
-) -> jax.Array:
-    """An array of which each device of this process gets its own part.
-
-    begin: begins to read the part at an index, and returns a function that waits for it.
-    """
-    places = {d: tuple(index or ()) for d, index in sharding.addressable_devices_indices_map(shape).items()}
-    reads = {_key(index): begin(index) for index in {_key(index): index for index in places.values()}.values()}
-    results = {key: read() for key, read in reads.items()}
-    parts = []
-    for device, index in places.items():
-        # CPU devices take the host's memory as it is: those that hold the same part get memory of their own each,
-        # because a step writes in place.
-        part = results[_key(index)].copy() if device.platform == "cpu" else results[_key(index)]
-        parts.append(jax.device_put(part, SingleDeviceSharding(device, memory_kind=sharding.memory_kind)))
-    return jax.make_array_from_single_device_arrays(shape, sharding, parts, dtype=dtype)
-
-
-def _key(index: tuple[slice, ...]) -> tuple[Any, ...]:
-    return tuple((part.start, part.stop) for part in index)
 
 
 def _result(description: Description, path: str, read: Any) -> np.ndarray:

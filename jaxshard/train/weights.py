@@ -21,10 +21,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 from safetensors import SafetensorError, safe_open
 
+from jaxshard.mesh import assembled
 from jaxshard.specs import path_of
 from jaxshard.train.description import CheckpointError, StoredLeaf, describe
 from jaxshard.train.restore import placed_shapes, to_cast
-from jaxshard.train.stored import assembled, leaf_digest, read_whole, system_error
+from jaxshard.train.stored import leaf_digest, read_whole, system_error
 
 SUFFIX, INDEX = ".safetensors", ".safetensors.index.json"
 CODES = {
