@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
+from jax.ad_checkpoint import Offloadable, checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jaxshard.collectives import SCOPE, WHOLE, tie, tie_gradients
@@ -33,6 +33,7 @@ from jaxshard.jaxprs import (
     scan_parts,
     shape_of,
     stands_for,
+    subjaxprs,
 )
 from jaxshard.onshard import read_by_rows
 from jaxshard.strategy import DEVICE, HOST
@@ -192,7 +193,49 @@ def _remat(eqn: JaxprEqn, operands: list[Any], varies: list[bool], choices: Choi
     # keeps the two gathers apart. Elsewhere only the barrier does.
     prevent_cse = eqn.params["prevent_cse"] and (choices.tie or not place.in_scan)
     policy = _recomputing_gathers(eqn.params["policy"]) if eqn.params["policy"] is not None else None
-    return jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)(*operands)
+    recomputed = jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)
+    # A loop sends what it offloads in the turn that made it.
+    alone = not (place.in_scan or place.in_remat)
+    sends = alone and policy is not None and _offloads(policy, body)
+    return (_waiting_for_host(recomputed) if sends else recomputed)(*operands)
+
+
+def _offloads(policy: Policy, jaxpr: Jaxpr) -> bool:
+    """Whether a remat policy sends anything of a program to another memory."""
+
+    def asked(eqn):
+        return policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
+
+    inside = [(eqn, subjaxprs(eqn)) for eqn in jaxpr.eqns]
+    return any(
+        any(_offloads(policy, sub) for sub in subs) if subs else isinstance(asked(eqn), Offloadable)
+        for eqn, subs in inside
+    )
+
+
+def _waiting_for_host(recomputed: Callable) -> Callable:
+    """The same function; its results wait until what it offloads is on the host.
+
+    The backward pass alone wants that: XLA would start to send it only then, and hold it on the device until then.
+    """
+
+    @jax.custom_vjp
+    def waiting(*operands):
+        return recomputed(*operands)
+
+    def forward(*operands):
+        results, backward = jax.vjp(recomputed, *operands)
+        kept, tree = jax.tree.flatten(backward)
+        hosted = [jax.typeof(x).memory_space == jax.memory.Space.Host for x in kept]
+        results, arrived = lax.optimization_barrier(
+            (results, [x for x, on_host in zip(kept, hosted, strict=True) if on_host])
+        )
+        arrived = iter(arrived)
+        kept = [next(arrived) if on_host else x for x, on_host in zip(kept, hosted, strict=True)]
+        return results, jax.tree.unflatten(tree, kept)
+
+    waiting.defvjp(forward, lambda backward, gradients: backward(gradients))
+    return waiting
 
 
 def _recomputing_gathers(policy: Policy | None) -> Policy:

@@ -60,7 +60,7 @@ class GPTConfig:
     """Blocks as one stack of parameters that is scanned over (quick to compile), or as a list."""
     remat: Literal["none", "full", "dots", "offload"] = "none"
     """What the backward pass recomputes in each block: nothing, all of it, or all but the matrix products; offload: all
-    of it, from inputs that wait in the host's memory (needs scan)."""
+    of it, from inputs that wait in the host's memory."""
     attention: Form = "auto"
     """All scores at once, in blocks, or cuDNN's kernel for GPUs and 16-bit floats; auto: see `resolved`."""
     loss_chunk: int | None = None
@@ -84,11 +84,6 @@ class GPTConfig:
             raise ValueError(f"model.width = {self.width} does not divide into model.heads = {self.heads} heads.")
         if self.heads % self.groups:
             raise ValueError(f"model.heads = {self.heads} does not divide into model.kv_heads = {self.groups} groups.")
-        if self.remat == "offload" and not self.scan:
-            raise ValueError(
-                "model.remat = 'offload' needs model.scan = true: of a list of blocks, XLA starts each transfer to the "
-                "host only when the backward pass wants it back, and the device holds as much as before."
-            )
         if self.positions == "rotary" and self.head_width % 2:
             raise ValueError(
                 f"rotary positions turn channels in pairs, but a head has {self.head_width} "
