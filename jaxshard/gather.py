@@ -197,7 +197,7 @@ def _remat(eqn: JaxprEqn, operands: list[Any], varies: list[bool], choices: Choi
     # A loop sends what it offloads in the turn that made it.
     alone = not (place.in_scan or place.in_remat)
     sends = alone and policy is not None and _offloads(policy, body)
-    return (_waiting_for_host(recomputed) if sends else recomputed)(*operands)
+    return _waiting_for_host(recomputed, operands) if sends else recomputed(*operands)
 
 
 def _offloads(policy: Policy, jaxpr: Jaxpr) -> bool:
@@ -213,8 +213,8 @@ def _offloads(policy: Policy, jaxpr: Jaxpr) -> bool:
     )
 
 
-def _waiting_for_host(recomputed: Callable) -> Callable:
-    """The same function; its results wait until what it offloads is on the host.
+def _waiting_for_host(recomputed: Callable, operands: Sequence[Any]) -> list[Any]:
+    """The results of a function, which wait until what it offloads is on the host.
 
     The backward pass alone wants that: XLA would start to send it only then, and hold it on the device until then.
     """
@@ -226,16 +226,20 @@ def _waiting_for_host(recomputed: Callable) -> Callable:
     def forward(*operands):
         results, backward = jax.vjp(recomputed, *operands)
         kept, tree = jax.tree.flatten(backward)
-        hosted = [jax.typeof(x).memory_space == jax.memory.Space.Host for x in kept]
-        results, arrived = lax.optimization_barrier(
-            (results, [x for x, on_host in zip(kept, hosted, strict=True) if on_host])
-        )
-        arrived = iter(arrived)
-        kept = [next(arrived) if on_host else x for x, on_host in zip(kept, hosted, strict=True)]
-        return results, jax.tree.unflatten(tree, kept)
+        sent = {i: x for i, x in enumerate(kept) if _is_on_host(x)}
+        results, arrived = lax.optimization_barrier((results, sent))
+        return results, jax.tree.unflatten(tree, [arrived.get(i, x) for i, x in enumerate(kept)])
 
-    waiting.defvjp(forward, lambda backward, gradients: backward(gradients))
-    return waiting
+    def backward(backward, gradients):
+        # A leaf in host memory has no gradient of its own, and what JAX takes for its zero is not in host memory.
+        return jax.tree.map(lambda x, g: None if _is_on_host(x) else g, tuple(operands), backward(gradients))
+
+    waiting.defvjp(forward, backward)
+    return waiting(*operands)
+
+
+def _is_on_host(x: Any) -> bool:
+    return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
 def _recomputing_gathers(policy: Policy | None) -> Policy:

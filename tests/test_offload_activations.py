@@ -40,10 +40,15 @@ def by_names(*offloaded: str, saved: tuple[str, ...] = ()):
     )
 
 
+def for_gpus(training, params, batch) -> str:
+    """A step's program for GPUs, as JAX hands it to the compiler."""
+    state = jax.eval_shape(training.init, params)
+    return jax.jit(training.step_fn).trace(state, batch).lower(lowering_platforms=("cuda",)).as_text()
+
+
 def sent(training, params, batch) -> tuple[int, int]:
     """How many equations of a step's program for GPUs send an array to the host, and how many bring one back."""
-    state = jax.eval_shape(training.init, params)
-    text = jax.jit(training.step_fn).trace(state, batch).lower(lowering_platforms=("cuda",)).as_text()
+    text = for_gpus(training, params, batch)
     placed = text.count("@annotate_device_placement(")
     to_host, back = (text.count(f'_xla_buffer_placement = "{kind}"') for kind in ("pinned_host", "device"))
     assert to_host + back == placed
@@ -114,7 +119,6 @@ def with_names(params, batch, *, policy=None, scanned=True, own=True):
 
 
 POLICIES = [
-    pytest.param(by_names("input"), 1, id="input"),
     pytest.param(by_names("input", "hidden"), 2, id="both"),
     pytest.param(by_names("hidden", saved=("input",)), 1, id="one-of-each"),
     pytest.param(jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"), 1, id="products"),
@@ -146,6 +150,17 @@ def test_a_policy_of_the_users(policy, count, where):
     times = len(params["blocks"]) if where == "own-list" else 1
     assert sent(training, params, BATCH) == (count * times, count * times)
     assert_same(after_a_step(training, params, BATCH), kept_on_the_device(where), params)
+
+
+def test_a_block_of_a_list_ends_when_its_activations_are_on_the_host():
+    """Else XLA keeps them, and sends them when the backward pass is about to bring them back."""
+    params = training_with(None, "own-list")[1]
+    layers = len(params["blocks"])
+    barriers = [
+        for_gpus(training_with(policy, "own-list")[0], params, BATCH).count("optimization_barrier")
+        for policy in (None, by_names("input"))
+    ]
+    assert barriers[1] - barriers[0] == layers
 
 
 TINY = GPTConfig(vocab=32, width=16, layers=2, heads=2, context=8, init_std=0.2, dropout=0.5)
