@@ -44,7 +44,7 @@ def _meaning(line: Line) -> Any:
     """What two lines are compared by: options that change nothing about a strategy are left out."""
     strategy, options = line.resolve()
     if strategy.params.devices == "first":
-        return line.strategy
+        return line.strategy, strategy.params, strategy.grads, strategy.opt
     if strategy == offload(strategy, "none"):  # nothing is in host memory
         default = named(line.strategy)
         strategy = replace(strategy, update=default.update, buffers=default.buffers)

@@ -1,8 +1,7 @@
 """What happens while no kernel of a pass runs: a loop inside of it, or a wait for messages or the host.
 
 A pass has no events of the loops inside of it, only the time that they take. Where a loop lies is found by its length:
-a whole number of runs fills a gap between kernels, or what a wait for messages leaves of it. Of a gap that is a loop
-and then a wait, which compilers put kernels between, all counts as the wait.
+a whole number of runs fills a gap between kernels, or what waits before and after it leave of it.
 """
 
 from __future__ import annotations
@@ -37,9 +36,10 @@ def idle(one: Pass, passes: Iterable[Pass]) -> tuple[Idle, ...]:
     found: list[Idle] = []
     for begin, end in _gaps(one, near):
         stops = [x for x in sorted(event.start + event.seconds for event in others) if begin < x < end]
-        loop = _loop((begin, *stops), end, inner)
+        starts = [x for x in sorted((event.start for event in others), reverse=True) if begin < x < end]
+        loop = _loop((begin, *stops), (end, *starts), inner)
         found += _wait(begin, loop.start if loop else end, others, near)
-        found += [loop] if loop else []
+        found += [loop, *_wait(loop.start + loop.seconds, end, others, near)] if loop else []
     return tuple(found)
 
 
@@ -49,11 +49,11 @@ def _gaps(one: Pass, near: float) -> list[tuple[float, float]]:
     return [(end, start) for (_, end), (start, _) in edges if start - end > near]
 
 
-def _loop(begins: Iterable[float], end: float, inner: Sequence[Pass]) -> Idle | None:
-    """A loop that ends with a gap, and begins at one of these moments."""
-    for begin, one in itertools.product(begins, inner):
+def _loop(begins: Sequence[float], ends: Iterable[float], inner: Sequence[Pass]) -> Idle | None:
+    """A loop that begins and ends at such moments."""
+    for end, begin, one in itertools.product(ends, begins, inner):
         runs = (end - begin) / one.seconds
-        if round(runs) and abs(runs - round(runs)) < 1e-6:
+        if round(runs) > 0 and abs(runs - round(runs)) < 1e-6:
             return Idle(kind="loop", start=begin, seconds=end - begin, label=f"{round(runs)} x {one.name} loop")
     return None
 

@@ -26,9 +26,9 @@ __all__ = ["Event", "Pass", "Timeline", "timeline"]
 class Pass:
     """One run of a loop's body, or of what is outside of all loops.
 
-    name: ``forward``, ``backward``, ``forward and backward``, or ``outside``. loops: as in `walk.Site`. times: runs in
-    a step, of all loops that are alike. seconds: of one run, loops inside of it included. events: of one run, loops
-    inside of it left out.
+    name: ``forward``, ``backward``, ``forward and backward``, ``update`` (of what lies in host memory), or ``outside``.
+    loops: as in `walk.Site`. times: runs in a step, of all loops that are alike. seconds: of one run, loops inside of
+    it included. events: of one run, loops inside of it left out.
     """
 
     name: str
@@ -120,7 +120,7 @@ def _passes(module: Module, runs: Mapping[str, Lanes]) -> tuple[Pass, ...]:
     found: dict[tuple[Any, ...], Pass] = {}
     for name, run in runs.items():
         one = Pass(
-            name="outside" if name == module.entry.name else _direction(module.computations[name]),
+            name="outside" if name == module.entry.name else _direction(module.computations[name], run),
             loops=sites[name].loops,
             times=sites[name].times,
             seconds=run.now,
@@ -132,12 +132,14 @@ def _passes(module: Module, runs: Mapping[str, Lanes]) -> tuple[Pass, ...]:
     return tuple(sorted(found.values(), key=lambda one: -one.seconds * one.times))
 
 
-def _direction(body: Computation) -> str:
+def _direction(body: Computation, run: Lanes) -> str:
     """Which way through the model a loop's body goes, by JAX's names of what it does."""
     stacks = [one.op_name for one in body.instructions.values()]
     backward = any("transpose(jvp(" in stack for stack in stacks)
     forward = any("jvp(" in stack and "transpose(jvp(" not in stack for stack in stacks)
-    return "forward and backward" if forward and backward else "backward" if backward else "forward"
+    if forward or backward:
+        return " and ".join(["forward"] * forward + ["backward"] * backward)
+    return "update" if run.offload[TO_HOST] else "forward"
 
 
 def _slowest(passes: Iterable[Pass], count: int = 10) -> tuple[Event, ...]:

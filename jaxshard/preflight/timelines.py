@@ -39,11 +39,13 @@ class Panel:
 def panels(found: Timeline) -> tuple[Panel, ...]:
     """The whole step; a run of the loop over microbatches; of the loops over layers, forward and backward, those that
     take the most; and where most of the time is in no such loop, two windows, the first a sixth of the way (the forward
-    pass, which is a third of the work or less) and the second half way."""
+    pass, which is a third of the work or less) and the second half way; and of the loops that update what lies in host
+    memory the one that takes the most."""
     step = next(one for one in found.passes if one.name == "outside")
     batches = [one for one in found.passes if one.loops == ("microbatches",)][:1]
     around = batches[0] if batches else step
-    inside = [one for one in found.passes if one.loops == (*around.loops, "scan")]
+    updates = [one for one in found.passes if one.name == "update"]
+    inside = [one for one in found.passes if one.loops == (*around.loops, "scan") and one not in updates]
     names = ("forward", "backward", "forward and backward")
     layers = [one for name in names for one in [x for x in inside if x.name == name][:1]]
     made = [Panel(kind="step", title="the step", run=step, start=0.0, seconds=step.seconds)]
@@ -53,7 +55,7 @@ def panels(found: Timeline) -> tuple[Panel, ...]:
         seconds = around.seconds * min(1, _EVENTS / len(around.events))
         begins = dict.fromkeys(min(around.seconds / part, around.seconds - seconds) for part in (6, 2))
         made += [Panel(kind="window", title="", run=around, start=begin, seconds=seconds) for begin in begins]
-    return tuple(made)
+    return (*made, *(_run(one, "update", "update") for one in updates[:1]))
 
 
 def _run(one: Pass, kind: str, title: str) -> Panel:
