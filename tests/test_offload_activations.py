@@ -17,6 +17,7 @@ from oracle import Model
 from quick import quick
 
 import jaxshard as js
+from jaxshard import strategy as strategies
 from jaxshard.compiled import hlo
 from jaxshard.compiled.walk import walk
 from jaxshard.models import gpt
@@ -125,13 +126,13 @@ POLICIES = [
 ]
 
 
-def training_with(policy, where: str):
+def training_with(policy, where: str, strategy: str | js.Strategy = "zero3"):
     """(the training, its parameters): recomputed by `parallelize`, or by the model's own `jax.checkpoint`."""
     model = Model(form="list" if where == "own-list" else "scan")
     params = jax.jit(model.init)(jax.random.key(0))
     loss = partial(with_names, policy=policy, scanned=model.form == "scan", own=where != "remat")
     remat = "none" if where != "remat" else "full" if policy is None else policy
-    return quick(loss, params, BATCH, remat=remat, warn_whole=1), params
+    return quick(loss, params, BATCH, strategy, remat=remat, warn_whole=1), params
 
 
 @cache
@@ -141,7 +142,10 @@ def kept_on_the_device(where: str):
     return after_a_step(training, params, BATCH)
 
 
-@pytest.mark.parametrize("where", ["remat", "own-scan", "own-list"])
+EVERYWHERE = pytest.mark.parametrize("where", ["remat", "own-scan", "own-list"])
+
+
+@EVERYWHERE
 @pytest.mark.parametrize(("policy", "count"), POLICIES)
 def test_a_policy_of_the_users(policy, count, where):
     """It decides about activations wherever it stands, and a gathered weight is neither saved nor sent."""
@@ -149,6 +153,12 @@ def test_a_policy_of_the_users(policy, count, where):
     # A list of blocks holds an equation of each kind for every block.
     times = len(params["blocks"]) if where == "own-list" else 1
     assert sent(training, params, BATCH) == (count * times, count * times)
+    assert_same(after_a_step(training, params, BATCH), kept_on_the_device(where), params)
+
+
+@EVERYWHERE
+def test_with_parameters_in_host_memory_too(where):
+    training, params = training_with(by_names("input"), where, strategies.offload("zero3", "params"))
     assert_same(after_a_step(training, params, BATCH), kept_on_the_device(where), params)
 
 
@@ -194,12 +204,12 @@ def test_the_names_of_gpt():
         assert sent(training, params, TEXT) == (len(names), len(names))
 
 
-def test_a_list_of_blocks_of_gpt():
-    """Blocks with dropout: a key among what a block is given, and randomness in what it recomputes."""
-    config = replace(TINY, scan=False)
+def test_gpt_as_a_list():
+    """A block with dropout: a key among what it is given, and randomness in what it recomputes."""
+    config = replace(TINY, scan=False, layers=1)
     params = jax.jit(partial(gpt.init, config))(jax.random.key(0))
     full, offload = (gpt_training(replace(config, remat=remat)) for remat in ("full", "offload"))
-    assert sent(offload, params, TEXT) == (TINY.layers, TINY.layers)
+    assert sent(offload, params, TEXT) == (1, 1)
     assert_same(after_a_step(offload, params, TEXT), after_a_step(full, params, TEXT), params)
 
 
