@@ -65,9 +65,10 @@ class Device:
     """One kind of device.
 
     per_node: how many a node has. memory: bytes. memory_bandwidth, host_bandwidth: bytes/s, to its own memory and, one
-    way, to the host's. flops, reached: FLOP/s by dtype, the dense peak and what the best matmul is known to reach.
-    inside, between: what joins a node's devices, and nodes. target_config: the fields of XLA's GpuTargetConfigProto,
-    nested as they are there.
+    way, to the host's. host_memory_bandwidth: of its share of the host's memory, as the host's processor reads and
+    writes it; None: as fast as the link. flops, reached: FLOP/s by dtype, the dense peak and what the best matmul is
+    known to reach. inside, between: what joins a node's devices, and nodes. target_config: the fields of XLA's
+    GpuTargetConfigProto, nested as they are there.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Device:
     between: Link
     target_config: Mapping[str, Any]
     reached: Mapping[str, float] = field(default_factory=dict)
+    host_memory_bandwidth: float | None = None
 
     @property
     def target_config_text(self) -> str:

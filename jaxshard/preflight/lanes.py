@@ -156,6 +156,7 @@ def simulate(module: Module, mesh: Mapping[str, int], device: Device, per_node: 
 class _Simulation:
     def __init__(self, module: Module, mesh: Mapping[str, int], device: Device, per_node: int):
         self.module, self.mesh, self.device, self.per_node = module, mesh, device, per_node
+        self.host_memory = device.host_memory_bandwidth or device.host_bandwidth
         self.runs: dict[str, Lanes] = {}
         self.runs[module.entry.name] = self._alone(module.entry)
 
@@ -219,11 +220,15 @@ class _Simulation:
 
     def _transfer(self, lanes: Lanes, name: str, work: Work, made: str) -> None:
         """What passes the link, both ways at once; or to the host, what its processor does, and back from there."""
-        end = 0.0
-        for lane, bytes in (TO_HOST, work.to_host), (HOST, work.on_host), (TO_DEVICE, work.to_device):
-            if bytes:
+        link, end = self.device.host_bandwidth, 0.0
+        for lane, seconds in (
+            (TO_HOST, work.to_host / link),
+            (HOST, work.on_host / self.host_memory),
+            (TO_DEVICE, work.to_device / link),
+        ):
+            if seconds:
                 begun = end if work.on_host else 0.0
-                end = lanes.start(name, lane, "host", bytes / self.device.host_bandwidth, made, after=begun)
+                end = lanes.start(name, lane, "host", seconds, made, after=begun)
 
     def _start(self, lanes: Lanes, one: Instruction) -> None:
         """What is wrapped to run asynchronously: on the host if it says so, else among the other kernels."""
@@ -231,7 +236,7 @@ class _Simulation:
             if 'async_execution_thread="host"' in one.attributes:
                 done = [work_of(self.module, body, x) for x in body.instructions.values()]
                 moved = sum(work.bytes + work.to_device + work.to_host for work in done if work)
-                lanes.start(one.name, HOST, "host", moved / self.device.host_bandwidth, _scope(one))
+                lanes.start(one.name, HOST, "host", moved / self.host_memory, _scope(one))
             else:
                 self._run(lanes, body)
 

@@ -83,11 +83,11 @@ def timeline(module: Module, mesh: Mapping[str, int], target: Target) -> Timelin
     Kernels run one after another in the order of the text, each as long as its FLOPs at the rate that matrix products
     reach, or its bytes at 85 % of the memory's bandwidth, whichever is longer. Beside them messages run one at a time,
     from where they start to where they are waited for. So do transfers from the host's memory, and beside those
-    transfers to it, at the bandwidth of the link; the host's processor is taken to read and write as fast. A loop's
-    body is timed once, with nothing under way when it begins or ends, and counts as often as it runs: what its first
-    and last run have less or more to wait for is left out. A message or transfer that is under way when a loop starts
-    goes on beside it, and delays it only if the links cannot carry both. Of a conditional's branches the slowest
-    counts; a loop of unknown length counts as one run.
+    transfers to it, at the bandwidth of the link, and what the host's processor does, as long as its bytes at the
+    bandwidth of its memory. A loop's body is timed once, with nothing under way when it begins or ends, and counts as
+    often as it runs: what its first and last run have less or more to wait for is left out. A message or transfer that
+    is under way when a loop starts goes on beside it, and delays it only if the links cannot carry both. Of a
+    conditional's branches the slowest counts; a loop of unknown length counts as one run.
 
     Raises ValueError for CPU devices: what their program would take says nothing of a GPU.
     """
