@@ -185,7 +185,7 @@ def tie(leaf: jax.Array, slot: jax.Array | None, activation: jax.Array, sent: An
 
     In the backward pass, the activation's gradient does not go on before the leaf's is reduced: otherwise a compiler
     may put off products and reductions of weight gradients, and hold the activations of many layers for them. sent: the
-    dtype in which the leaf's gradient arrives, and waits; None: it is not waited for.
+    dtype in which the leaf's gradient arrives, and waits.
     """
     leaf, activation = lax.optimization_barrier((leaf, activation))
     return leaf, slot, activation
@@ -197,7 +197,7 @@ def _tie_forward(leaf, slot, activation, sent):
 
 def _tie_backward(sent, _, gradients):
     _, slot, activation = gradients
-    if slot is None or sent is None:
+    if slot is None:
         return None, slot, activation
     # Not in the slot's dtype if that is wider: it would be held so until the update. (To and fro loses nothing.)
     narrow = sent if jnp.dtype(sent).itemsize < slot.dtype.itemsize else slot.dtype

@@ -24,7 +24,7 @@ from jaxshard.setup import Setup
 from jaxshard.specs import path_of, route, split_axes
 from jaxshard.strategy import BATCH_AXES
 
-_NAMED = re.compile(rf"{re.escape(SCOPE)}\.(use|gather|reduce|total):([\w.+-]*)")
+_NAMED = re.compile(rf"{re.escape(SCOPE)}\.(use|gather|reduce|total|fetch|put):([\w.+-]*)")
 # How often a buffer of B bytes passes a device's link among n devices, by the ring algorithms; dp's transfers are all
 # to or from the first device, and its link is the one that counts.
 _ON_THE_WIRE = {

@@ -176,7 +176,7 @@ class DataParallel:
             square = sum(jnp.sum(jnp.square(jnp.abs(g).astype(jnp.float32))) for g in jax.tree.leaves(grads))
             share = item_share(sums.weight)
             metrics = {name: value * share for name, value in sums.metrics.items()}
-            result = Gradients(grads, sums.total * share, metrics, jnp.sqrt(square), extra)
+            result = Gradients(grads, None, sums.total * share, metrics, jnp.sqrt(square), extra)
             new = updated(program, self.setup.optimizer, self.setup.where, state, result, self.setup.clip)
             return new, step_metrics(result, new)
 

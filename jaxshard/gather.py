@@ -306,9 +306,8 @@ def _tied(operands: Sequence[Any], activation: int, choices: Choices, place: _Pl
     """
     operands = list(operands)
     for i, x in enumerate(operands):
-        both = choices.tie and isinstance(x, Held) and (x.is_split or x.hosted)
-        if both or (isinstance(x, Held) and x.hosted and not place.in_scan):
-            tied: Any = tie(x.leaf, x.slot, operands[activation], x.arrives if both else None)
+        if isinstance(x, Held) and ((choices.tie and x.is_split) or (x.hosted and (choices.tie or not place.in_scan))):
+            tied: Any = tie(x.leaf, x.slot, operands[activation], x.arrives)
             leaf, slot, operands[activation] = tied
             operands[i] = replace(x, leaf=leaf, slot=slot)
     return operands

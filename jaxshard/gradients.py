@@ -31,11 +31,14 @@ MICROBATCHES = f"{collectives.SCOPE}.microbatches"
 class Gradients:
     """What a step's forward and backward passes give.
 
-    grads: like params, None for leaves that do not learn; of the mean loss, in the accumulate dtype, split as the
-    optimizer state is. loss: the mean. metrics: means by name. norm: global, before clipping. extra: the new one.
+    grads: like params, None for leaves that do not learn; in the dtype they were added up in, split as the optimizer
+    state is. factor: what they are multiplied by to become those of the mean loss, in the accumulate dtype (see
+    `of_mean`): that is done where they are used, because it may make them twice as large; None: nothing is left to do.
+    loss: the mean. metrics: means by name. norm: global, before clipping. extra: the new one.
     """
 
     grads: Any
+    factor: jax.Array | None
     loss: jax.Array
     metrics: dict[str, jax.Array]
     norm: jax.Array
@@ -51,9 +54,21 @@ def device_gradients(program: Program, params: Any, extra: Any, batch: Any, key:
     grads, sums, extra = local_sums(program, params, extra, batch, key, scale)
     sums = collectives.total(sums, BATCH_AXES, program.sizes, "items")
     share = item_share(sums.weight)
-    grads = _finish(program, grads, share, scale)
+    grads, factor = _finish(program, grads, share, scale)
     metrics = {name: value * share for name, value in sums.metrics.items()}
-    return Gradients(grads, sums.total * share, metrics, global_norm(program, grads), extra)
+    norm = global_norm(program, of_mean(program, grads, factor))
+    return Gradients(grads, factor, sums.total * share, metrics, norm, extra)
+
+
+def of_mean(program: Program, grads: Any, factor: jax.Array | None) -> Any:
+    """The gradients of the mean loss, in the accumulate dtype, from those of a step; any piece of them will do."""
+
+    def finish(g):
+        if jnp.issubdtype(g.dtype, jnp.floating):
+            g = g.astype(program.precision.accumulate)
+        return g * factor.astype(g.dtype)
+
+    return grads if factor is None else jax.tree.map(finish, grads)
 
 
 def local_sums(
@@ -166,27 +181,26 @@ def _accumulate(program: Program, run: Callable[..., Any], zeros: Any, extra: An
     return carry
 
 
-def _finish(program: Program, grads: Any, share: jax.Array, scale: Any) -> Any:
-    """From the accumulated sums to the gradient of the mean, split as the optimizer state is."""
+def _finish(program: Program, grads: Any, share: jax.Array, scale: Any) -> tuple[Any, jax.Array]:
+    """(the accumulated sums, split as the optimizer state is; what makes them the gradient of the mean)."""
     opt = program.strategy.opt.axes
+    # Reduced last, they are as large on the wire as at a use.
+    sent = None if scale is None or not program.deferred else share * scale
+    factor = share if sent is None else 1 / scale
 
     def finish(leaf: Leaf, g):
         if g is None:
             return None
-        if jnp.issubdtype(g.dtype, jnp.floating):
-            g = g.astype(program.precision.accumulate)
         way = program.route(leaf)
-        after = share
         if way.deferred:
-            if scale is not None:
-                g, after = g * (share * scale).astype(g.dtype), 1 / scale  # as large on the wire as at a use
+            if jnp.issubdtype(g.dtype, jnp.floating):
+                g = g.astype(program.precision.accumulate)
+            g = g if sent is None else g * sent.astype(g.dtype)
             last = route(leaf, program.strategy, program.mesh, program.precision, to=program.strategy.opt)
-            g = collectives.reduce(g, leaf.dim, last, leaf.path).astype(g.dtype)
-        elif way.scatter != opt:
-            g = collectives.own_piece(g, leaf.dim, opt[len(way.scatter) :], program.sizes)
-        return g * after.astype(g.dtype)
+            return collectives.reduce(g, leaf.dim, last, leaf.path).astype(g.dtype)
+        return g if way.scatter == opt else collectives.own_piece(g, leaf.dim, opt[len(way.scatter) :], program.sizes)
 
-    return program.map(finish, grads)
+    return program.map(finish, grads), factor
 
 
 def global_norm(program: Program, grads: Any) -> jax.Array:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import compute_on
 from jax.extend.core import ClosedJaxpr, Var
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -58,11 +59,14 @@ def streamed(
     *,
     mesh: Mesh | None,
     buffers: int,
+    by_host: bool = False,
 ) -> Any:
     """``fn(states, others)``, the new states, of which those that lay in host memory lie there again.
 
     homes: a `Home` for each array of ``(states, others)``. after: a value that is there when the first transfer may
-    start. mesh: None for states that one device holds. buffers: how many pieces are on a device at a time.
+    start. mesh: None for states that one device holds. buffers: how many pieces are on a device at a time. by_host:
+    states in host memory stay there, and the host's processor updates them (ZeRO-Offload, arXiv 2101.06840); what is on
+    the device is sent there, and back.
     """
     flat, structure = jax.tree.flatten((states, others))
     at = jax.tree.leaves(homes, is_leaf=lambda x: isinstance(x, Home))
@@ -79,7 +83,7 @@ def streamed(
         if not any(homed[v].hosted for v in (*part.inputs, *replaced)):
             run(part.eqns, values)
             continue
-        stream = _Stream.of(part, closed, homed, mesh, buffers)
+        stream = _Stream.of(part, closed, homed, mesh, buffers, by_host)
         back = 1 if stream.cut.count > 1 or (done and done[-1].pieces > 1) else buffers
         waits = done[-back].results if len(done) >= back else [after]
         results = stream(values, waits)
@@ -91,6 +95,13 @@ def streamed(
         if at[k].returns and k not in placed and v not in jaxpr.invars:  # a constant, or a small value
             results[k] = to_host(results[k], at[k].path)
     return jax.tree.unflatten(jax.tree.structure(wanted), results)
+
+
+def computed_by_host(fn: Callable[..., Any], results: int) -> Callable[..., Any]:
+    """A function of arrays in host memory that the host's processor computes there; it gives a tuple of so many."""
+    # JAX 0.12 gave the first the name, and the place, of the second.
+    compute = getattr(compute_on, "compute_on2", compute_on.compute_on)
+    return compute(fn, compute_type="device_host", out_memory_spaces=(jax.memory.Space.Host,) * results)
 
 
 @dataclass(frozen=True)
@@ -141,7 +152,7 @@ class Cut:
 class _Stream:
     """How one part is updated.
 
-    read: its inputs. written: the state that each of its results replaces. outvars: its results in the program. cut: of
+    written: the state that each of its results replaces. outvars: its results in the program. cut: of
     this device's piece of each.
     """
 
@@ -151,10 +162,13 @@ class _Stream:
     outvars: tuple[Any, ...]
     mesh: Mesh | None
     buffers: int
+    by_host: bool
     cut: Cut
 
     @staticmethod
-    def of(part: Part, closed: ClosedJaxpr, homes: Mapping[Var, Home], mesh: Mesh | None, buffers: int) -> _Stream:
+    def of(
+        part: Part, closed: ClosedJaxpr, homes: Mapping[Var, Home], mesh: Mesh | None, buffers: int, by_host: bool
+    ) -> _Stream:
         written = tuple(closed.jaxpr.invars[k] for k in part.results)
         like = max(written, key=lambda v: shape_of(v).size)
         shape, spec = shape_of(like).shape, homes[like].result
@@ -167,7 +181,8 @@ class _Stream:
             outvars=tuple(closed.jaxpr.outvars[k] for k in part.results),
             mesh=mesh,
             buffers=buffers,
-            cut=Cut.of(local, most) if part.elementwise else Cut(shape=local, dim=0, rows=local[0]),
+            by_host=by_host,
+            cut=Cut.of(local, most) if part.elementwise and not by_host else Cut(shape=local, dim=0, rows=local[0]),
         )
 
     @property
@@ -199,7 +214,8 @@ class _Stream:
         shared = list(self.part.shared)
 
         def local(mine, known):
-            return self._loop(dict(zip(arrays, mine, strict=True)), dict(zip(shared, known, strict=True)))
+            how = self._computed_by_host if self.by_host else self._loop
+            return how(dict(zip(arrays, mine, strict=True)), dict(zip(shared, known, strict=True)))
 
         given = [values[v] for v in arrays], [values[v] for v in shared]
         if self.mesh is None:
@@ -207,6 +223,34 @@ class _Stream:
         specs = [self.homes[v].spec for v in arrays], [P()] * len(shared)
         results = [self.homes[v].result for v in self.written]
         return jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=results, check_vma=False)(*given)
+
+    def _computed_by_host(self, mine: dict[Any, jax.Array], shared: dict[Any, jax.Array]) -> list[jax.Array]:
+        """All of it at once, in host memory."""
+        names, known = list(self.part.inputs), list(shared)
+        begins = [self._begin(v, (0,) * len(self.cut.shape)) for v in names]
+
+        def update(arrays, small, begins):
+            values: dict[Any, Any] = dict(zip(known, small, strict=True))
+            for v, x, begin in zip(names, arrays, begins, strict=True):
+                values[v] = x if x.shape == self.cut.shape else lax.dynamic_slice(x, begin, self.cut.shape)
+            run_piece(self.part.eqns, values, self.cut.shape)
+            return tuple(values[out] for out in self.outvars)
+
+        there = lambda x, path="": to_host(jnp.asarray(x), path)
+        arrays = [mine[v] if self.homes[v].hosted else there(mine[v], self.homes[v].path) for v in names]
+        given = arrays, [there(shared[v]) for v in known], jax.tree.map(there, begins)
+        results = computed_by_host(update, len(self.outvars))(*given)
+        return [
+            x if self.homes[v].returns else to_device(x, self.homes[v].path)
+            for v, x in zip(self.written, results, strict=True)
+        ]
+
+    def _begin(self, v: Var, start: Sequence[Any]) -> list[Any]:
+        """Where in an input as it lies here the place `start` of this device's piece is."""
+        home, begin = self.homes[v], list(start)
+        if home.axes and home.dim is not None:
+            begin[home.dim] += lax.axis_index(home.axes) * self.cut.shape[home.dim]
+        return begin
 
     def _loop(self, mine: dict[Any, jax.Array], shared: dict[Any, jax.Array]) -> list[jax.Array]:
         """Piece by piece, with `buffers` of them on the device: while one is updated the next is on its way."""
@@ -217,10 +261,8 @@ class _Stream:
 
         def slice_of(v: Var, i: Any, new: Sequence[jax.Array]) -> jax.Array:
             """Piece `i` of an input; one that is replaced is read where it is written."""
-            home, start = self.homes[v], cut.start(i)
-            if home.axes and home.dim is not None:
-                start[home.dim] += lax.axis_index(home.axes) * cut.shape[home.dim]
-            return lax.dynamic_slice(new[in_place[v]] if v in in_place else mine[v], start, cut.piece)
+            begin = self._begin(v, cut.start(i))
+            return lax.dynamic_slice(new[in_place[v]] if v in in_place else mine[v], begin, cut.piece)
 
         def fetch(i: Any, new: Sequence[jax.Array]) -> list[jax.Array]:
             return [to_device(slice_of(v, i, new), self.homes[v].path) for v in self.hosted]

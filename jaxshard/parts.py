@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jaxshard.jaxprs import ELEMENTWISE, INLINED, at, body_of, evaluate, needed_for, shape_of
 
 SMALL = 1024
-"""Elements; a value with no more of them, that is known without any state in host memory, is shared by all parts."""
+"""Elements of the largest array that all parts may share."""
 CALLS = (*INLINED, "custom_jvp_call")
 
 
@@ -59,13 +59,18 @@ def parted(closed: ClosedJaxpr, hosted: Sequence[bool]) -> Parted:
         if any(isinstance(v, Var) and v in dependent for v in eqn.invars):
             dependent.update(eqn.outvars)
 
-    def is_small(v: Var) -> bool:
-        return v not in dependent and shape_of(v).size <= SMALL
+    shared = set(jaxpr.constvars) | {v for v in jaxpr.invars if v not in dependent and not shape_of(v).shape}
 
-    shared = {v for v in (*jaxpr.constvars, *filter(is_small, jaxpr.invars))}
+    def is_shared(eqn: JaxprEqn) -> bool:
+        """Whether it gives numbers, or small arrays that come from shared values alone, such as PRNG keys."""
+        if any(v in dependent for v in eqn.outvars):
+            return False
+        known = all(isinstance(v, Literal) or v in shared for v in eqn.invars)
+        return all(not shape_of(v).shape or (known and shape_of(v).size <= SMALL) for v in eqn.outvars)
+
     kept = []
     for eqn in jaxpr.eqns:
-        if all(map(is_small, eqn.outvars)):
+        if is_shared(eqn):
             shared.update(eqn.outvars)
         else:
             kept.append(eqn)

@@ -32,11 +32,16 @@ from jaxshard.program import Program, TracedLoss, trace_loss
 from jaxshard.specs import layout, shape_at, split_axes, warn_of_whole_leaves
 from jaxshard.state import StateLayout, TrainState, check_shapes, initialiser, placed, state_layout
 from jaxshard.strategy import BATCH_AXES, Strategy, name_of
+from jaxshard.update_place import update_place
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A step before it is built. batch: the shapes of a global batch. params, extra: shapes, as they are stored."""
+    """A step before it is built.
+
+    batch: the shapes of a global batch. params, extra: shapes, as they are stored. offloaded: where states in host
+    memory are updated, and why there; ``""`` if there are none.
+    """
 
     loss: LossFunction
     optimizer: optax.GradientTransformation
@@ -48,6 +53,7 @@ class Setup:
     clip: float | None
     axis_name: str | None
     compiler_options: Mapping[str, str]
+    offloaded: str = ""
 
     @property
     def parts(self) -> dict[str, int]:
@@ -59,6 +65,14 @@ class Setup:
     def own_options(self) -> dict[str, str]:
         """The caller's XLA options alone, without the strategy's and without those that it only drops."""
         return {name: value for name, value in self.compiler_options.items() if value is not None}
+
+    def by_device(self, why: str) -> Setup:
+        """The same with states in host memory updated on the device, because the host cannot."""
+        strategy = replace(self.program.strategy, update="device")
+        program = replace(self.program, strategy=strategy)
+        place = update_place(program, self.optimizer, self.where)
+        said = "" if place is None else f"{place.because}\n  (not by the host, because {why})"
+        return replace(self, program=program, offloaded=said)
 
     @property
     def state_shapes(self) -> TrainState:
@@ -221,6 +235,11 @@ def setup(
         skips=skip_nonfinite or precision.scaled,
     )
     check_optimizer(optimizer, program.learning(stored))
+    where = state_layout(program, optimizer, stored, extra)
+    place = update_place(program, optimizer, where)
+    if place is not None:
+        resolved = replace(strategy, update="host" if place.by_host else "device")
+        program = replace(program, strategy=resolved)
     if program.pieces > 1:
         warn_of_whole_leaves(program.layout, strategy, warn_whole)
     return Setup(
@@ -230,10 +249,11 @@ def setup(
         extra=extra,
         batch=shapes_of(batch),
         program=program,
-        where=state_layout(program, optimizer, stored, extra),
+        where=where,
         clip=clip,
         axis_name=axis_name,
         compiler_options=dict(compiler_options),
+        offloaded="" if place is None else place.because,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -269,7 +269,7 @@ def shape_at(x: Any, at: Sharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
 
 
-def bytes_per_device(tree_layout: Any, placement: Placement, mesh: Mesh) -> int:
-    """What one device holds of these leaves."""
+def bytes_per_device(leaves: Iterable[Leaf], placement: Placement, mesh: Mesh) -> int:
+    """What a device and its host memory hold of these leaves, each as it is split under a placement."""
     pieces = size_over(mesh, placement.axes)
-    return sum(leaf.bytes // (pieces if leaf.dim is not None else 1) for leaf in jax.tree.leaves(tree_layout))
+    return sum(leaf.bytes // (pieces if leaf.dim is not None else 1) for leaf in leaves)

@@ -21,7 +21,7 @@ from jaxshard.contract import Collective, count_collectives, expected_collective
 from jaxshard.dp import DataParallel
 from jaxshard.evaluate import Evaluation, whole
 from jaxshard.explain import Explanation, explain
-from jaxshard.gradients import Gradients, device_gradients
+from jaxshard.gradients import Gradients, device_gradients, of_mean
 from jaxshard.mesh import automatic, make_mesh, platform_of, settled, unplaced
 from jaxshard.nans import blamed_step, debugs_nans, finite_leaves, nonfinite_paths
 from jaxshard.precision import Precision
@@ -200,8 +200,9 @@ class Training:
     def _finite(self) -> Callable[..., Any]:
         def finite(state, batch):
             params, extra, key, scale = _arguments(state)
-            result = _global_gradients(self.setup.program_for(batch), params, extra, batch, key, scale)
-            return finite_leaves(state, result.grads)
+            program = self.setup.program_for(batch)
+            result = _global_gradients(program, params, extra, batch, key, scale)
+            return finite_leaves(state, of_mean(program, result.grads, result.factor))
 
         return jax.jit(finite, compiler_options=self.setup.own_options)
 
@@ -225,10 +226,23 @@ class Training:
         if seen not in self._built:
             own = self.setup.compiler_options
             options = options_for(self.strategy, platform_of(self.mesh), own)
-            built = build(self.lower(batch), options, required=own)
+            try:
+                built = build(self.lower(batch), options, required=own)
+            except jax.errors.JaxRuntimeError as error:
+                if self.strategy.update != "host":
+                    raise
+                self._update_by_device(error)
+                built = build(self.lower(batch), options, required=own)
             _check_donation(built, self.state_shapes)
             self._built[seen] = built
         return self._built[seen]
+
+    def _update_by_device(self, error: Exception) -> None:
+        """What a compiler does not have the host do, the device does."""
+        said = str(error).splitlines()[0]
+        self.setup = self.setup.by_device(f"this compiler refuses: {said}")
+        for kept in ("_traced", "_contract", "_finite"):
+            self.__dict__.pop(kept, None)
 
     @unplaced()
     def explain(self) -> Explanation:
@@ -296,7 +310,7 @@ def _global_gradients(program: Program, params: Any, extra: Any, batch: Any, key
     specs = jax.tree.map(lambda leaf: leaf.spec(strategy.params), layout)
     grads = program.learning(jax.tree.map(lambda leaf: leaf.spec(strategy.opt), layout))
     whole: Any = P()
-    results = Gradients(grads=grads, loss=whole, metrics=whole, norm=whole, extra=whole)
+    results = Gradients(grads=grads, factor=whole, loss=whole, metrics=whole, norm=whole, extra=whole)
     mapped = jax.shard_map(
         lambda *args: device_gradients(program, *args),
         mesh=program.mesh,

@@ -97,7 +97,7 @@ class Strategy:
         to its moment of use.
     bucket_mb: how many MiB of collectives the compiler may combine into one; None leaves its default.
     update: where states in host memory are updated: ``"device"``: brought there piece by piece, and taken back;
-        ``"host"``: by the host's processor; ``"auto"``: what takes less time by `offload.update_costs`.
+        ``"host"``: by the host's processor; ``"auto"``: what takes less time by `update_place`.
     buffers: how many pieces of a leaf are on a device at a time when it is updated from host memory: with 2 the next
         one is on its way while one is updated.
     min_replicas: the least size of the replica axis that this strategy makes sense for.
@@ -191,7 +191,7 @@ def name_of(strategy: Strategy) -> str:
     """The first name of a built-in strategy, and what of it is in host memory; of a user's own, its placements."""
     held = [state for state in STATES if getattr(strategy, state).memory == HOST]
     fractions = {getattr(strategy, state).fraction for state in held}
-    near = offload(strategy, "none")
+    near = replace(offload(strategy, "none"), update="auto", buffers=2)
     name = next((name for name, known in STRATEGIES.items() if known == near), None)
     if name is None or len(fractions) > 1:
         return f"params {strategy.params}, grads {strategy.grads}, opt {strategy.opt}"

@@ -17,7 +17,7 @@ from jax.lax import with_sharding_constraint
 from jax.sharding import PartitionSpec as P
 
 from jaxshard import collectives
-from jaxshard.gradients import Gradients
+from jaxshard.gradients import Gradients, of_mean
 from jaxshard.host_memory import Home, streamed
 from jaxshard.precision import next_loss_scale
 from jaxshard.program import Program
@@ -44,10 +44,11 @@ def updated(
     finite = jnp.isfinite(result.norm) & jnp.isfinite(result.loss) if program.skips else None
 
     def advance(states, given):
-        new = apply_optimizer(optimizer, *states, *given[:3], clip)
-        return new if len(given) == 3 else _where(given[3], new, states)
+        grads, loss, norm, factor, finite = given
+        new = apply_optimizer(optimizer, *states, of_mean(program, grads, factor), loss, norm, clip)
+        return new if finite is None else _where(finite, new, states)
 
-    given = (result.grads, result.loss, result.norm, *([] if finite is None else [finite]))
+    given = (result.grads, result.loss, result.norm, result.factor, finite)
     hosted = in_host_memory(program.layout, program.strategy.params)
     old = program.map(
         lambda leaf, x, at: x if x is None or leaf.path in hosted else with_sharding_constraint(x, at),
@@ -57,8 +58,16 @@ def updated(
     homes = _homes(program, where, given)
     if any(home.hosted for home in jax.tree.leaves(homes, is_leaf=lambda x: isinstance(x, Home))):
         mesh = None if program.strategy.params.devices == "first" else program.mesh
-        buffers = program.strategy.buffers
-        params, opt = streamed(advance, (old, state.opt), given, homes, result.norm, mesh=mesh, buffers=buffers)
+        params, opt = streamed(
+            advance,
+            (old, state.opt),
+            given,
+            homes,
+            result.norm,
+            mesh=mesh,
+            buffers=program.strategy.buffers,
+            by_host=program.strategy.update == "host",
+        )
     else:
         params, opt = advance((old, state.opt), given)
     step, scale, extra = state.step + 1, state.scale, result.extra
@@ -101,7 +110,7 @@ def _homes(program: Program, where: StateLayout, given: Any) -> tuple[tuple[Any,
 
     grads = program.learning(program.map(lambda leaf: Home(spec=leaf.spec(strategy.opt))))
     params = program.learning(program.map(param))
-    return (params, jax.tree.map(opt, where.opt)), (grads, *(Home(spec=P()) for _ in given[1:]))
+    return (params, jax.tree.map(opt, where.opt)), (grads, *(None if x is None else Home(spec=P()) for x in given[1:]))
 
 
 def step_metrics(result: Gradients, new: TrainState) -> dict[str, jax.Array]:

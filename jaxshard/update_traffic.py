@@ -39,6 +39,7 @@ def update_collectives(made: Setup) -> tuple[Collective, ...]:
     scalar: Any = jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)
     result = Gradients(
         grads=program.learning(program.map(shape_at, shardings(program.layout, program.strategy.opt, program.mesh))),
+        factor=None,
         loss=scalar,
         metrics={},
         norm=scalar,

@@ -93,7 +93,7 @@ def _purpose(one: Instruction) -> tuple[str, str]:
     """What it is for and for which leaves, from the scopes in its name stack."""
     if not one.op_name:
         return "", ""
-    named = [(purpose, leaf) for purpose, leaf in names_in(one.op_name) if purpose != "use"]
+    named = [(purpose, leaf) for purpose, leaf in names_in(one.op_name) if purpose not in ("use", "fetch", "put")]
     if not named:
         return "loss", ""
     purposes, leaves = (dict.fromkeys(column) for column in zip(*named, strict=True))

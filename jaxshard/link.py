@@ -1,0 +1,118 @@
+"""What a step sends over the link between a device and its host, and what lies on the host's side."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxshard.collectives import scope_name
+from jaxshard.contract import names_in
+from jaxshard.gradients import forward_jaxpr
+from jaxshard.jaxprs import shape_of, walk
+from jaxshard.setup import Setup
+from jaxshard.specs import bytes_per_device, in_host_memory
+from jaxshard.strategy import Placement
+
+Direction = Literal["to_device", "to_host"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """Copies of one leaf in a step, on one device. bytes: of one copy. state: params, grads or opt."""
+
+    state: str
+    leaf: str
+    direction: Direction
+    bytes: int
+    count: int
+
+
+def host_bytes(made: Setup) -> dict[str, int]:
+    """Bytes in host memory that belong to one device, between steps, by class."""
+    strategy, layout = made.program.strategy, made.program.layout
+    return {
+        "params": _held(layout, strategy.params, made),
+        "opt": _held(made.where.opt, strategy.opt, made),
+    }
+
+
+def hosted_leaves(made: Setup) -> tuple[frozenset[str], frozenset[str]]:
+    """The paths of parameters, and of leaves of the optimizer's state, that are in host memory."""
+    strategy = made.program.strategy
+    return in_host_memory(made.program.layout, strategy.params), in_host_memory(made.where.opt, strategy.opt)
+
+
+def _held(layout: Any, placement: Placement, made: Setup) -> int:
+    hosted = in_host_memory(layout, placement)
+    leaves = [leaf for leaf in jax.tree.leaves(layout) if leaf.path in hosted]
+    return bytes_per_device(leaves, placement, made.program.mesh)
+
+
+def transfers(made: Setup) -> tuple[Transfer, ...]:
+    """The most that a step sends: what the loss fetches at each use, and what the update reads and writes.
+
+    A backward pass that does not read a parameter does not fetch it again.
+    """
+    return tuple(_sum([*_fetched(made), *_updated(made)]))
+
+
+def link_bytes(given: Iterable[Transfer]) -> dict[Direction, int]:
+    """Bytes by direction."""
+    found: dict[Direction, int] = {"to_device": 0, "to_host": 0}
+    for one in given:
+        found[one.direction] += one.bytes * one.count
+    return found
+
+
+def _sum(given: Iterable[Transfer]) -> Iterable[Transfer]:
+    counts: Counter[tuple[Any, ...]] = Counter()
+    for one in given:
+        counts[one.state, one.leaf, one.direction, one.bytes] += one.count
+    for (state, leaf, direction, bytes), count in counts.items():
+        yield Transfer(state=state, leaf=leaf, direction=direction, bytes=bytes, count=count)
+
+
+def _fetched(made: Setup) -> Iterable[Transfer]:
+    """Parameters, by the loss."""
+    program = made.program
+    hosted = in_host_memory(program.layout, program.strategy.params)
+    if not hosted:
+        return
+    if program.strategy.gather == "step":
+        for leaf in jax.tree.leaves(program.layout):
+            if leaf.path in hosted:
+                size = bytes_per_device([leaf], program.strategy.params, program.mesh)
+                yield Transfer(state="params", leaf=leaf.path, direction="to_device", bytes=size, count=1)
+        return
+    paths = {scope_name(leaf.path): leaf.path for leaf in jax.tree.leaves(program.layout)}
+    for site in walk(forward_jaxpr(program, made.state_shapes.params, made.batch, made.extra)):
+        named = names_in(site.scope)
+        if site.eqn.primitive.name != "device_put" or not named or named[-1][0] != "fetch":
+            continue
+        count = site.times * program.accumulate * (1 + max(site.remats, int(program.choices.regather)))
+        x = shape_of(site.eqn.outvars[0])
+        size = math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
+        yield Transfer(state="params", leaf=paths[named[-1][1]], direction="to_device", bytes=size, count=count)
+
+
+def _updated(made: Setup) -> Iterable[Transfer]:
+    """States, by the update on the device."""
+    program, strategy = made.program, made.program.strategy
+    hosted = in_host_memory(made.where.opt, strategy.opt)
+    for leaf in jax.tree.leaves(made.where.opt):
+        if leaf.path in hosted:
+            for direction in ("to_device", "to_host"):
+                size = bytes_per_device([leaf], strategy.opt, program.mesh)
+                yield Transfer(state="opt", leaf=leaf.path, direction=direction, bytes=size, count=1)
+    hosted = in_host_memory(program.layout, strategy.params)
+    for leaf in jax.tree.leaves(program.layout):
+        if leaf.path in hosted and leaf.trainable:
+            for direction, placement in ("to_device", strategy.opt), ("to_host", strategy.params):
+                size = bytes_per_device([leaf], placement, program.mesh)
+                yield Transfer(state="params", leaf=leaf.path, direction=direction, bytes=size, count=1)
