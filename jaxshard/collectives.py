@@ -143,6 +143,7 @@ def use(
         return lax.stop_gradient(whole_leaf(leaf))
     sent = [turn[d] for d in order]  # the leaf's dims in the order in which they are reduced
     slot_dtype = None if slot is None else slot.dtype
+    leaves = slot is not None and is_hosted(slot)
 
     @jax.custom_vjp
     def whole(leaf, slot):
@@ -160,11 +161,17 @@ def use(
         if not route.deferred:
             gradient = reduce(gradient, None if dim is None else sent.index(dim), route, path)
         back = [sent.index(d) for d in range(gradient.ndim)]
-        return None, lax.transpose(gradient, back).astype(slot_dtype)
+        gradient = lax.transpose(gradient, back).astype(slot_dtype)
+        return None, to_host(gradient, path) if leaves else gradient
 
     whole.defvjp(forward, backward)
     with scope("frozen" if slot is None else "use", path):
         return whole(leaf, slot)
+
+
+def is_hosted(x: jax.Array) -> bool:
+    """Whether an array lies in host memory, by its type."""
+    return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
 def to_device(x: jax.Array, path: str) -> jax.Array:
@@ -199,6 +206,8 @@ def _tie_backward(sent, _, gradients):
     _, slot, activation = gradients
     if slot is None:
         return None, slot, activation
+    if is_hosted(slot):
+        return None, *lax.optimization_barrier((slot, activation))
     # Not in the slot's dtype if that is wider: it would be held so until the update. (To and fro loses nothing.)
     narrow = sent if jnp.dtype(sent).itemsize < slot.dtype.itemsize else slot.dtype
     waits, activation = lax.optimization_barrier((slot.astype(narrow), activation))

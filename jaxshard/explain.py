@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import jax
-import jax.numpy as jnp
 
 from jaxshard.compiler import options_for
 from jaxshard.contract import Collective
-from jaxshard.link import Transfer, host_bytes, hosted_leaves, link_bytes, transfers
+from jaxshard.link import Transfer, gradient, gradients, host_bytes, hosted_leaves, link_bytes, transfers
 from jaxshard.mesh import axis_sizes, platform_of
 from jaxshard.setup import Setup
 from jaxshard.specs import Leaf, bytes_per_device
@@ -168,7 +167,10 @@ def explain(made: Setup, contract: tuple[Collective, ...], left_out: Mapping[str
 def _row(made: Setup, leaf: Leaf) -> LeafRow:
     program, strategy = made.program, made.program.strategy
     opt = [x for x in jax.tree.leaves(made.where.opt) if x.owner == leaf.path]
-    states = [(strategy.params, [leaf])] + ([(_gradients(made), [_gradient(made, leaf)])] if leaf.trainable else [])
+    waits = leaf.path in program.hosted_grads
+    states = [(strategy.params, [leaf])] + (
+        [(gradients(made), [] if waits else [_gradient(made, leaf)])] if leaf.trainable else []
+    )
     states += [(strategy.opt, opt)]
     held = sum(bytes_per_device(leaves, placement, program.mesh) for placement, leaves in states)
     params, optimizer = hosted_leaves(made)
@@ -179,17 +181,12 @@ def _row(made: Setup, leaf: Leaf) -> LeafRow:
     return LeafRow(
         leaf=leaf,
         params=_where(leaf, strategy.params, leaf.path in params),
-        grads=_where(leaf, _gradients(made)) if leaf.trainable else "none",
+        grads=_where(leaf, gradients(made), waits) if leaf.trainable else "none",
         opt=_where(leaf, strategy.opt, any(x.path in optimizer for x in opt)) if opt else "none",
         bytes_per_device=held - hosted,
-        host_bytes=hosted,
+        host_bytes=hosted + bytes_per_device([gradient(made, leaf)] if waits else [], gradients(made), program.mesh),
         whole_costs=sum(size - size // pieces for size in splits) if leaf.dim is None else 0,
     )
-
-
-def _gradients(made: Setup) -> Placement:
-    """How gradients are held between the backward pass and the update."""
-    return Placement() if made.program.deferred else made.program.at_use
 
 
 def _gradient(made: Setup, leaf: Leaf) -> Leaf:
@@ -201,12 +198,13 @@ def _gradient(made: Setup, leaf: Leaf) -> Leaf:
 def held_bytes(made: Setup) -> dict[str, int]:
     """What each device holds (for `dp` the first), in bytes by class; gradients as they are between the passes."""
     program, strategy = made.program, made.program.strategy
-    learning = [_gradient(made, leaf) for leaf in jax.tree.leaves(program.layout) if leaf.trainable]
+    here = [x for x in jax.tree.leaves(program.layout) if x.trainable and x.path not in program.hosted_grads]
+    learning = [_gradient(made, leaf) for leaf in here]
     extra = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(made.extra))
     hosted = host_bytes(made)
     return {
         "params": bytes_per_device(jax.tree.leaves(program.layout), strategy.params, program.mesh) - hosted["params"],
-        "grads": bytes_per_device(learning, _gradients(made), program.mesh),
+        "grads": bytes_per_device(learning, gradients(made), program.mesh),
         "opt": bytes_per_device(jax.tree.leaves(made.where.opt), strategy.opt, program.mesh) - hosted["opt"],
         "extra": extra,
     }

@@ -263,7 +263,7 @@ def _scan(eqn: JaxprEqn, operands: list[Any], varies: list[bool], choices: Choic
         for x, var in zip(operands[:constants], body.invars[:constants], strict=True)
     ]
     # Which dim a scan slices is seen after the transpose, which is not for the host to do.
-    operands = [whole(x) if isinstance(x, Held) and x.hosted and x.turn else x for x in operands]
+    operands = [whole(x) if isinstance(x, Held) and x.in_host_memory and x.turn else x for x in operands]
     operands = [turned(x) if isinstance(x, Held) else x for x in operands]
     layers = operands[constants + carries :]
     stays = [stay and isinstance(x, Held) for stay, x in zip(stays, operands[:constants], strict=True)]

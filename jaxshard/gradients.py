@@ -16,7 +16,8 @@ from jax import lax
 from jax.extend.core import Jaxpr
 from jax.sharding import PartitionSpec as P
 
-from jaxshard import collectives
+from jaxshard import collectives, host_memory
+from jaxshard.host_memory import Home
 from jaxshard.loss import Loss
 from jaxshard.program import Program, gathered_for_step, held_params
 from jaxshard.specs import Leaf, path_of, route, split_axes
@@ -56,7 +57,7 @@ def device_gradients(program: Program, params: Any, extra: Any, batch: Any, key:
     share = item_share(sums.weight)
     grads, factor = _finish(program, grads, share, scale)
     metrics = {name: value * share for name, value in sums.metrics.items()}
-    norm = global_norm(program, of_mean(program, grads, factor))
+    norm = global_norm(program, grads, factor)
     return Gradients(grads, factor, sums.total * share, metrics, norm, extra)
 
 
@@ -96,18 +97,26 @@ def item_share(weight: jax.Array) -> jax.Array:
 def _zeros(program: Program) -> Any:
     """Slots: zeros as gradients are wanted at the use, None for leaves that do not learn."""
 
+    hosted = program.hosted_grads
+
     def zero(leaf: Leaf):
         if not leaf.trainable:
             return None
-        shape = list(leaf.shape)
-        if leaf.dim is not None:
-            shape[leaf.dim] //= program.route(leaf).slot_pieces
-        return jnp.zeros(shape, _slot_dtype(program, leaf))
+        x = jnp.zeros(_slot_shape(program, leaf), slot_dtype(program, leaf))
+        # Nobody reads a slot, so that no zeros are made.
+        return collectives.to_host(x, leaf.path) if leaf.path in hosted and program.leaves_at_use(leaf) else x
 
     return program.map(zero)
 
 
-def _slot_dtype(program: Program, leaf: Leaf) -> Any:
+def _slot_shape(program: Program, leaf: Leaf) -> tuple[int, ...]:
+    shape = list(leaf.shape)
+    if leaf.dim is not None:
+        shape[leaf.dim] //= program.route(leaf).slot_pieces
+    return tuple(shape)
+
+
+def slot_dtype(program: Program, leaf: Leaf) -> Any:
     """The dtype in which a gradient leaves its last use: in which summands are added up, if there are any to add."""
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         return leaf.dtype
@@ -135,9 +144,21 @@ def _microbatch(program: Program, params: Any, key: jax.Array, scale: Any) -> Ca
             items = collectives.total(sums.weight, BATCH_AXES, program.sizes, "items")
             (grads,) = pull((scale * item_share(items)).astype(value.dtype))
             grads = jax.tree.map(lambda g: g * (items / scale).astype(g.dtype), grads)
+        grads = _put(program, grads)
         return grads, sums, merge_extra(program, extra, new_extra, sums.weight)
 
     return run
+
+
+def _put(program: Program, grads: Any) -> Any:
+    """Gradients where they wait; those that left at their use are there."""
+    hosted = program.hosted_grads
+
+    def put(leaf: Leaf, g):
+        there = g is None or leaf.path not in hosted or collectives.is_hosted(g)
+        return g if there else collectives.to_host(g, leaf.path)
+
+    return program.map(put, grads) if hosted else grads
 
 
 def mean_dtype(dtype: Any) -> Any:
@@ -174,11 +195,39 @@ def _accumulate(program: Program, run: Callable[..., Any], zeros: Any, extra: An
     def add(carry, part):
         grads, sums, extra = carry
         new_grads, new_sums, extra = run(zeros, extra, *part)
-        return (*jax.tree.map(jnp.add, (grads, sums), (new_grads, new_sums)), extra), None
+        sums = jax.tree.map(jnp.add, sums, new_sums)
+        return (_added(program, grads, new_grads, sums.weight), sums, extra), None
+
+    hosted = program.hosted_grads
+
+    def begin(leaf: Leaf, slot):
+        if leaf.path not in hosted or not leaf.trainable:
+            return slot
+        return host_memory.zeros(_slot_shape(program, leaf), slot_dtype(program, leaf), leaf.path)
 
     with jax.named_scope(MICROBATCHES):
-        carry, _ = lax.scan(add, (zeros, sums, extra), (parts, jnp.arange(k)))
+        carry, _ = lax.scan(add, (program.map(begin, zeros), sums, extra), (parts, jnp.arange(k)))
     return carry
+
+
+def _added(program: Program, sums: Any, grads: Any, after: jax.Array) -> Any:
+    """The sum of two trees of gradients, where the first lie; after: a value that is there when the second are."""
+    hosted = program.hosted_grads
+    if not hosted:
+        return jax.tree.map(jnp.add, sums, grads)
+    waiting = [leaf.path in hosted for leaf in jax.tree.leaves(program.layout) if leaf.trainable]
+    flat, structure = jax.tree.flatten(sums)
+    homes = [Home(spec=P(), path="gradient", hosted=host, result=result) for result in (P(), None) for host in waiting]
+    results = host_memory.streamed(
+        lambda x, y: [a + b for a, b in zip(x, y, strict=True)],
+        flat,
+        jax.tree.leaves(grads),
+        homes,
+        after,
+        mesh=None,
+        buffers=program.strategy.buffers,
+    )
+    return jax.tree.unflatten(structure, results)
 
 
 def _finish(program: Program, grads: Any, share: jax.Array, scale: Any) -> tuple[Any, jax.Array]:
@@ -187,11 +236,14 @@ def _finish(program: Program, grads: Any, share: jax.Array, scale: Any) -> tuple
     # Reduced last, they are as large on the wire as at a use.
     sent = None if scale is None or not program.deferred else share * scale
     factor = share if sent is None else 1 / scale
+    hosted = program.hosted_grads
 
     def finish(leaf: Leaf, g):
         if g is None:
             return None
         way = program.route(leaf)
+        if leaf.path in hosted and (way.deferred or way.scatter != opt):
+            g = collectives.to_device(g, leaf.path)
         if way.deferred:
             if jnp.issubdtype(g.dtype, jnp.floating):
                 g = g.astype(program.precision.accumulate)
@@ -200,28 +252,38 @@ def _finish(program: Program, grads: Any, share: jax.Array, scale: Any) -> tuple
             return collectives.reduce(g, leaf.dim, last, leaf.path).astype(g.dtype)
         return g if way.scatter == opt else collectives.own_piece(g, leaf.dim, opt[len(way.scatter) :], program.sizes)
 
-    return program.map(finish, grads), factor
+    return _put(program, program.map(finish, grads)), factor
 
 
-def global_norm(program: Program, grads: Any) -> jax.Array:
-    """The norm of all gradients, each element counted once whatever is split, whole or replicated.
+def global_norm(program: Program, grads: Any, factor: jax.Array | None) -> jax.Array:
+    """The norm of the gradients of the mean loss, each element counted once whatever is split, whole or replicated.
 
     Every strategy adds up the same pieces in the same order (a device's own slices, then devices, then whole leaves),
-    so that they agree to the bit.
+    so that they agree to the bit. Gradients in host memory pass through the device piece by piece.
     """
     opt, axes = program.strategy.opt.axes, split_axes(program.strategy)
     split, whole = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
-    for leaf, g in zip(*_columns(program, grads), strict=True):
-        if g is None:
-            continue
+
+    def square(leaf: Leaf, g):
+        g = of_mean(program, g, factor)
         own = g if opt else collectives.own_piece(g, leaf.dim, axes, program.sizes)
         flat = jnp.abs(own).astype(jnp.float32).reshape(-1)
         # A product, not a sum of squares: a sum is fused with the slice before it, and adds in another order for that.
-        square = jnp.vdot(flat, flat, precision="highest")
-        if leaf.dim is None:
-            whole += square
+        return jnp.vdot(flat, flat, precision="highest")
+
+    for leaf, g in zip(*_columns(program, grads), strict=True):
+        if g is None:
+            continue
+        if not collectives.is_hosted(g):
+            found = square(leaf, g)
+        elif opt or leaf.dim is None or not program.pieces > 1:
+            found = host_memory.total(g, lambda piece, leaf=leaf: square(leaf, piece), split + whole, leaf.path)
         else:
-            split += square
+            found = square(leaf, collectives.to_device(g, leaf.path))
+        if leaf.dim is None:
+            whole += found
+        else:
+            split += found
     return jnp.sqrt(collectives.total(split, axes, program.sizes, "norm") + whole)
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxshard.collectives import TOGETHER, Route, use
+from jaxshard.collectives import TOGETHER, Route, is_hosted, use
 from jaxshard.jaxprs import evaluate
 from jaxshard.onshard import move
 
@@ -53,6 +53,11 @@ class Held:
         return self.leaf if self.leaf.dtype == self.dtype else self.leaf.astype(self.dtype)
 
     @property
+    def in_host_memory(self) -> bool:
+        """Whether it lies there, or its gradient is to."""
+        return self.hosted or (self.slot is not None and is_hosted(self.slot))
+
+    @property
     def is_split(self) -> bool:
         return self.dim is not None and self.route.leaf_pieces > 1
 
@@ -83,7 +88,7 @@ def on_shard(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
     """A linear equation applied to the shard and to its slot, or None when it needs the leaf whole."""
     name = eqn.primitive.name
     held = [x for x in operands if isinstance(x, Held)]
-    if any(x.hosted for x in held) and not ((name in PICKS and held[0].turn is None) or name in PUT_OFF):
+    if any(x.in_host_memory for x in held) and not ((name in PICKS and held[0].turn is None) or name in PUT_OFF):
         return None
     if name == "concatenate":
         operands = held = [_cast(turned(x)) for x in held]

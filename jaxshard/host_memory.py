@@ -97,6 +97,35 @@ def streamed(
     return jax.tree.unflatten(jax.tree.structure(wanted), results)
 
 
+def zeros(shape: tuple[int, ...], dtype: Any, path: str) -> jax.Array:
+    """Zeros in host memory, a piece of which is on the device at a time."""
+    cut = Cut.of(shape, PIECE_BYTES // jnp.dtype(dtype).itemsize)
+
+    def write(i, x):
+        return lax.dynamic_update_slice(x, to_host(jnp.zeros(cut.piece, dtype), path), cut.start(i))
+
+    # Where each piece is written, a compiler takes the first zeros for memory to be had, and makes none.
+    begin = to_host(jnp.zeros(shape, dtype), path)
+    return begin if cut.count == 1 else lax.fori_loop(0, cut.count, write, begin)
+
+
+def total(x: jax.Array, fn: Callable[[jax.Array], jax.Array], after: jax.Array, path: str) -> jax.Array:
+    """The sum of ``fn(piece)``, a float32 scalar, over the pieces of an array in host memory.
+
+    after: a value that is there when the first piece may be fetched. With several pieces another order is summed in
+    than on a device.
+    """
+    cut = Cut.of(x.shape, PIECE_BYTES // x.dtype.itemsize)
+    x, _ = lax.optimization_barrier((x, after))
+
+    def add(i, sum):
+        return sum + fn(to_device(lax.dynamic_slice(x, cut.start(i), cut.piece), path))
+
+    if cut.count == 1:
+        return fn(to_device(x, path))
+    return lax.fori_loop(0, cut.count, add, jnp.zeros((), jnp.float32))
+
+
 def computed_by_host(fn: Callable[..., Any], results: int) -> Callable[..., Any]:
     """A function of arrays in host memory that the host's processor computes there; it gives a tuple of so many."""
     # JAX 0.12 gave the first the name, and the place, of the second.

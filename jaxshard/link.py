@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -13,10 +14,10 @@ import jax.numpy as jnp
 
 from jaxshard.collectives import scope_name
 from jaxshard.contract import names_in
-from jaxshard.gradients import forward_jaxpr
+from jaxshard.gradients import forward_jaxpr, slot_dtype
 from jaxshard.jaxprs import shape_of, walk
 from jaxshard.setup import Setup
-from jaxshard.specs import bytes_per_device, in_host_memory
+from jaxshard.specs import Leaf, bytes_per_device, in_host_memory
 from jaxshard.strategy import Placement
 
 Direction = Literal["to_device", "to_host"]
@@ -34,12 +35,24 @@ class Transfer:
 
 
 def host_bytes(made: Setup) -> dict[str, int]:
-    """Bytes in host memory that belong to one device, between steps, by class."""
-    strategy, layout = made.program.strategy, made.program.layout
+    """Bytes in host memory that belong to one device, by class; gradients as they are between the passes."""
+    program, layout = made.program, made.program.layout
+    waiting = [gradient(made, leaf) for leaf in jax.tree.leaves(layout) if leaf.path in program.hosted_grads]
     return {
-        "params": _held(layout, strategy.params, made),
-        "opt": _held(made.where.opt, strategy.opt, made),
+        "params": _held(layout, program.strategy.params, made),
+        "grads": bytes_per_device(waiting, gradients(made), program.mesh),
+        "opt": _held(made.where.opt, program.strategy.opt, made),
     }
+
+
+def gradients(made: Setup) -> Placement:
+    """How gradients are held between the backward pass and the update."""
+    return Placement() if made.program.deferred else made.program.at_use
+
+
+def gradient(made: Setup, leaf: Leaf) -> Leaf:
+    """A leaf's gradient as it leaves its last use."""
+    return replace(leaf, dtype=slot_dtype(made.program, leaf))
 
 
 def hosted_leaves(made: Setup) -> tuple[frozenset[str], frozenset[str]]:
@@ -59,7 +72,7 @@ def transfers(made: Setup) -> tuple[Transfer, ...]:
 
     A backward pass that does not read a parameter does not fetch it again.
     """
-    return tuple(_sum([*_fetched(made), *_updated(made)]))
+    return tuple(_sum([*_fetched(made), *_waiting(made), *_updated(made)]))
 
 
 def link_bytes(given: Iterable[Transfer]) -> dict[Direction, int]:
@@ -101,18 +114,48 @@ def _fetched(made: Setup) -> Iterable[Transfer]:
         yield Transfer(state="params", leaf=paths[named[-1][1]], direction="to_device", bytes=size, count=count)
 
 
-def _updated(made: Setup) -> Iterable[Transfer]:
-    """States, by the update on the device."""
-    program, strategy = made.program, made.program.strategy
-    hosted = in_host_memory(made.where.opt, strategy.opt)
-    for leaf in jax.tree.leaves(made.where.opt):
-        if leaf.path in hosted:
-            for direction in ("to_device", "to_host"):
-                size = bytes_per_device([leaf], strategy.opt, program.mesh)
-                yield Transfer(state="opt", leaf=leaf.path, direction=direction, bytes=size, count=1)
-    hosted = in_host_memory(program.layout, strategy.params)
+def _waiting(made: Setup) -> Iterable[Transfer]:
+    """Gradients: out after each backward pass, in and out to be added up or reduced, in for the norm."""
+    program, accumulate = made.program, made.program.accumulate
     for leaf in jax.tree.leaves(program.layout):
-        if leaf.path in hosted and leaf.trainable:
-            for direction, placement in ("to_device", strategy.opt), ("to_host", strategy.params):
-                size = bytes_per_device([leaf], placement, program.mesh)
-                yield Transfer(state="params", leaf=leaf.path, direction=direction, bytes=size, count=1)
+        if leaf.path not in program.hosted_grads:
+            continue
+        copy = partial(Transfer, state="grads", leaf=leaf.path)
+        size = bytes_per_device([gradient(made, leaf)], gradients(made), program.mesh)
+        last = bytes_per_device([gradient(made, leaf)], program.strategy.opt, program.mesh)
+        yield copy(direction="to_host", bytes=size, count=accumulate)
+        if accumulate > 1:  # beginning with zeros
+            yield copy(direction="to_host", bytes=size, count=accumulate + 1)
+            yield copy(direction="to_device", bytes=size, count=2 * accumulate)
+        if last != size or program.deferred:
+            yield copy(direction="to_device", bytes=size, count=1)
+            yield copy(direction="to_host", bytes=last, count=1)
+        yield copy(direction="to_device", bytes=last, count=1)
+
+
+def _updated(made: Setup) -> Iterable[Transfer]:
+    """What the update reads where it does not lie, and gives back."""
+    program, strategy = made.program, made.program.strategy
+    params, opt = hosted_leaves(made)
+    owners = {leaf.owner for leaf in jax.tree.leaves(made.where.opt) if leaf.path in opt}
+    by_host = strategy.update == "host"
+
+    def size(leaf: Leaf, placement: Placement = strategy.opt) -> int:
+        return bytes_per_device([leaf], placement, program.mesh)
+
+    for leaf in jax.tree.leaves(made.where.opt):
+        if leaf.path in opt and not by_host:
+            yield Transfer(state="opt", leaf=leaf.path, direction="to_device", bytes=size(leaf), count=1)
+            yield Transfer(state="opt", leaf=leaf.path, direction="to_host", bytes=size(leaf), count=1)
+    for leaf in jax.tree.leaves(program.layout):
+        waits, hosted = leaf.path in program.hosted_grads, leaf.path in params
+        if not leaf.trainable or not (hosted or waits or leaf.path in owners):
+            continue
+        if waits != by_host:
+            direction: Direction = "to_host" if by_host else "to_device"
+            grad = gradient(made, leaf)
+            yield Transfer(state="grads", leaf=leaf.path, direction=direction, bytes=size(grad), count=1)
+        if hosted != by_host or (hosted and size(leaf) != size(leaf, strategy.params)):
+            back = size(leaf, strategy.params) if hosted else size(leaf)
+            yield Transfer(state="params", leaf=leaf.path, direction="to_device", bytes=size(leaf), count=1)
+            yield Transfer(state="params", leaf=leaf.path, direction="to_host", bytes=back, count=1)

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.checks import leaves_by_path
+from jaxshard.collectives import is_hosted, to_device
 from jaxshard.gradients import local_sums
 from jaxshard.setup import Setup
 from jaxshard.state import TrainState
@@ -62,6 +63,7 @@ def finite_leaves(state: TrainState, grads: Any) -> dict[str, Any]:
     """Whether each leaf of the parameters, the optimizer's and the extra state, and gradients is finite; traceable."""
 
     def finite(x):
+        x = to_device(x, "state") if is_hosted(x) else x
         return jnp.isfinite(x).all() if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.bool(True)
 
     trees = {"params": state.params, "opt": state.opt, "extra": state.extra, "grads": grads}

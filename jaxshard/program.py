@@ -131,6 +131,15 @@ class Program:
         hosted = in_host_memory(self.layout, self.strategy.params)
         return hosted if self.strategy.gather == "use" else frozenset()
 
+    @property
+    def hosted_grads(self) -> frozenset[str]:
+        """The paths of parameters whose gradients wait in host memory."""
+        return in_host_memory([leaf for leaf in jax.tree.leaves(self.layout) if leaf.trainable], self.strategy.grads)
+
+    def leaves_at_use(self, leaf: Leaf) -> bool:
+        """Whether a gradient that waits in host memory goes there from its use: if that is all of it."""
+        return leaf.read_once and not self.precision.scaled
+
     def compute_dtype(self, leaf: Leaf) -> Any:
         """The dtype of a leaf as the loss sees it."""
         is_float = jnp.issubdtype(leaf.dtype, jnp.floating)

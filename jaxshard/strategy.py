@@ -139,6 +139,11 @@ class Strategy:
                     "The axes of params must begin those of grads, and these must begin those of opt, because "
                     "each collective is the step from one rung to the next."
                 )
+        if self.grads.memory == HOST and self.grads.devices == "first":
+            raise ValueError(
+                "Strategy(grads in pinned_host, on the first device): it gathers every device's gradients at once. "
+                "Leave them on the device, or use ddp."
+            )
         if self.bucket_mb is not None and not self.bucket_mb > 0:
             raise ValueError(f"Strategy(bucket_mb={self.bucket_mb}): a size in MiB above 0, or None.")
         if self.min_replicas < 1:

@@ -108,7 +108,12 @@ def _homes(program: Program, where: StateLayout, given: Any) -> tuple[tuple[Any,
         spec = leaf.spec(strategy.opt)
         return Home(path=leaf.path, spec=spec, hosted=leaf.path in hosted_opt, result=spec)
 
-    grads = program.learning(program.map(lambda leaf: Home(spec=leaf.spec(strategy.opt))))
+    waiting = program.hosted_grads
+
+    def grad(leaf: Leaf) -> Home:
+        return Home(path=leaf.path, spec=leaf.spec(strategy.opt), hosted=leaf.path in waiting)
+
+    grads = program.learning(program.map(grad))
     params = program.learning(program.map(param))
     return (params, jax.tree.map(opt, where.opt)), (grads, *(None if x is None else Home(spec=P()) for x in given[1:]))
 
