@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
+import jax.numpy as jnp
 
 from jaxshard.compiler import options_for
 from jaxshard.contract import Collective

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -19,21 +20,24 @@ from rich.console import Console
 from test_compare import SCRIPT, _loaded
 from test_preflight_hlo import SOURCES, text_of
 from test_preflight_ledger import LAYERS, MIXED, VOCAB, WIDTH, TOKENS_BxT, gpu_compiler, init, loss
-from test_preflight_timeline import DOT, lanes, of
+from test_preflight_timeline import DEVICE, DOT, NODE, lanes, of
 
 import jaxshard as js
 from jaxshard.cli import main
 from jaxshard.compiled import hlo
-from jaxshard.preflight import estimate, target
+from jaxshard.preflight import estimate, plots, target, timelines
 from jaxshard.preflight.compare import asked, room
 from jaxshard.preflight.examine import examined
+from jaxshard.preflight.idle import idle
+from jaxshard.preflight.lanes import Event
 from jaxshard.preflight.ledger import RESIDUAL, Transferred, books, ledger
 from jaxshard.preflight.line import Line, Row, examine
+from jaxshard.preflight.plan import plan
 from jaxshard.preflight.records import from_json, to_json
 from jaxshard.preflight.show import GIB, memory_table, show, step_table
-from jaxshard.preflight.timeline import timeline
+from jaxshard.preflight.timeline import Pass, timeline
 from jaxshard.preflight.work import work
-from jaxshard.strategy import offload
+from jaxshard.strategy import named, offload
 from jaxshard.train import costs
 from jaxshard.train.config import Config, ConfigError, parse
 
@@ -184,14 +188,18 @@ def test_the_hosts_processor_takes_its_time():
         "((f32[25000]{0}, f32[50000]{0:S(5)}), (f32[25000]{0}, f32[50000]{0:S(5)}), u32[]) custom-call-start("
         '%here, %there), async_execution_thread="host", custom_call_target="HostExecute"'
     )
-    found = of(f"""
+    text = f"""
         %there = f32[50000]{{0:S(5)}} constant({{...}})
         %here = f32[25000]{{0}} constant({{...}})
         %work = {call}
         %work-done = (f32[25000]{{0}}, f32[50000]{{0:S(5)}}) custom-call-done(%work)
-    """)
+    """
+    found = of(text)
     assert lanes(found) == [("work", "to host", 0, 1), ("work", "host", 1, 6), ("work", "to device", 7, 1)]
     assert (found.seconds, found.host, found.to_device, found.to_host) == (8, 8, 1, 1)
+    # With memory that is twice as fast as the link.
+    fast = replace(NODE, device=replace(DEVICE, host_memory_bandwidth=2e5))
+    assert of(text, at=fast).host == 1 + 3 + 1
 
 
 @pytest.mark.parametrize("source", SOURCES[:2])
@@ -203,6 +211,26 @@ def test_a_streamed_update_waits_for_the_link(source):
     assert found.host == pytest.approx(2 * once)
     assert found.compute < 0.1 * found.host
     assert found.bound_by == "host"
+    outside, update = sorted(found.passes, key=lambda one: one.name)
+    assert (outside.name, update.name, update.times) == ("outside", "update", 4)
+    assert [x.label for x in idle(outside, found.passes)] == ["4 x update loop"]
+    step, *_, shown = timelines.panels(found)
+    assert (step.title, shown.title, shown.run) == ("the step", "update", update)
+    with plots.style():
+        *_, axes = timelines.draw(found, timelines.scales([found])).axes
+    assert {"compute", "to device", "to host"} <= {text.get_text() for text in axes.texts}
+
+
+def test_a_wait_for_the_link_after_a_loop():
+    """2 runs of 2 s, and a transfer of 1 s to the host that starts when they have ended."""
+    body = Pass(name="update", loops=("scan",), times=2, seconds=2.0, events=())
+    sent = Event(name="put", lane="to host", kind="host", start=5.0, seconds=1.0, label="put")
+    kernel = Event(name="add", lane="compute", kind="memory", start=0.0, seconds=1.0, label="add")
+    step = Pass(name="outside", loops=(), times=1, seconds=6.0, events=(kernel, sent))
+    assert [(x.kind, x.start, x.seconds, x.label) for x in idle(step, (step, body))] == [
+        ("loop", 1, 4, "2 x update loop"),
+        ("host", 5, 1, ""),
+    ]
 
 
 def test_xla_has_no_time_for_transfers():
@@ -241,11 +269,15 @@ def for_h100s(states: str) -> tuple:
 def test_an_optimizer_state_in_host_memory():
     _, found, made = for_h100s("opt")
     assert made["opt"].compiled == 4, "Adam's count alone stays on the device"
-    (opt,) = (line for line in made.host if line.compiled)
-    assert (opt.name, opt.compiled) == ("opt", MOMENTS)
+    assert made["opt"].planned == 4
+    (opt,) = made.host
+    assert (opt.name, opt.planned, opt.compiled) == ("opt", MOMENTS, MOMENTS)
     assert found.facts.host_memory.arguments == MOMENTS
     # Brought to the device once and taken back once.
-    assert {one.direction: one.compiled for one in made.link} == {"to_device": MOMENTS, "to_host": MOMENTS}
+    assert {(one.direction, one.planned, one.compiled) for one in made.link} == {
+        ("to_device", MOMENTS, MOMENTS),
+        ("to_host", MOMENTS, MOMENTS),
+    }
     # What is in host memory is no part of the peak.
     held = sum(line.compiled or 0 for line in made.held if line.name != "peak")
     assert made["peak"].compiled == held == found.facts.memory.peak
@@ -261,9 +293,13 @@ def test_parameters_in_host_memory():
     _, found, made = for_h100s("opt+params")
     params, embedding = MOMENTS // 2, 4 * VOCAB * WIDTH // 8
     assert made["params"].compiled == 0
-    assert {line.name: line.compiled for line in made.host if line.compiled} == {"params": params, "opt": MOMENTS}
-    assert (found.facts.to_host, found.facts.host_memory.temps) == (params + MOMENTS, 0)
-    assert found.facts.to_device == params + (params - embedding) + (params + MOMENTS)
+    held = [("params", params, params), ("opt", MOMENTS, MOMENTS)]
+    assert [(line.name, line.planned, line.compiled) for line in made.host] == held
+    assert found.facts.host_memory.temps == 0
+    to_device, to_host = made.link
+    assert (to_host.planned, to_host.compiled) == (params + MOMENTS, params + MOMENTS)
+    assert to_device.compiled == params + (params - embedding) + (params + MOMENTS)
+    assert to_device.planned == to_device.compiled + embedding, "a plan is the most that a step may send"
     assert made["peak"].compiled == sum(line.compiled or 0 for line in made.held if line.name != "peak")
 
 
@@ -281,10 +317,54 @@ def test_measured_on_cpu_devices():
     training = quick(loss, init, TOKENS_BxT, offload("zero3", "opt"), optimizer=optax.adamw(1e-3))
     made = ledger(training, training.init(init, jax.random.key(0)))
     assert (made["opt"].compiled, made["opt"].measured) == (4, 4)
-    (opt,) = (line for line in made.host if line.compiled)
-    assert (opt.name, opt.compiled, opt.measured) == ("opt", MOMENTS, MOMENTS)
+    (opt,) = made.host
+    assert (opt.name, opt.planned, opt.compiled, opt.measured) == ("opt", MOMENTS, MOMENTS, MOMENTS)
     assert made["peak"].compiled == sum(line.compiled or 0 for line in made.held if line.name != "peak")
     assert {one.compiled for one in made.link} == {None}, "a CPU has no link to itself"
+
+
+# Plans, of a model of 8 MiB in four leaves, on 8 devices
+
+MODEL = {name: jax.ShapeDtypeStruct((1024, 512), "float32") for name in "abcd"}
+WEIGHTS = 4 * 1024 * 512 * 4
+
+
+def planned(strategy, accumulate: int = 1):
+    mesh = {"replica": 1, "shard": 8}
+    strategy = replace(named(strategy), update="device")
+    return plan(MODEL, optax.adamw(1e-3), strategy=strategy, mesh=mesh, accumulate=accumulate, whole_budget=0)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "params", "opt", "fetches"),
+    [
+        pytest.param("ddp", 1, 1, 2, id="ddp"),
+        pytest.param("zero1", 1, 8, 2, id="zero1"),
+        pytest.param("zero3", 8, 8, 2, id="zero3"),
+        pytest.param("shard_grad_op", 8, 8, None, id="shard_grad_op"),
+    ],
+)
+def test_a_plan_by_formula(name, params, opt, fetches, accumulate):
+    """params, opt: into how many pieces a strategy splits them. fetches: in each microbatch; None: one in a step."""
+    before, after = planned(name, accumulate), planned(offload(name, "opt+params"), accumulate)
+    assert (after.host["params"], after.host["opt"]) == (WEIGHTS // params, 2 * WEIGHTS // opt)
+    assert (after.held["params"], after.held["opt"]) == (0, 4)
+    assert after.states + after.in_host == before.states
+    assert after.wire_bytes == before.wire_bytes
+    # The update takes the moments and its slice of the parameters, and gives back the moments and what is held.
+    fetched = WEIGHTS // params * (1 if fetches is None else fetches * accumulate)
+    assert after.crossed("to_device") == fetched + 3 * WEIGHTS // opt
+    assert after.crossed("to_host") == WEIGHTS // params + 2 * WEIGHTS // opt
+    assert (before.host["params"], before.in_host, before.link) == (0, 0, ())
+
+
+def test_a_plan_of_a_part():
+    """Half of the bytes: four leaves of the eight moments, and two of the four parameters."""
+    found = planned(offload("zero3", "opt+params", fraction=0.5))
+    assert (found.host["params"], found.host["opt"]) == (WEIGHTS // 16, WEIGHTS // 8)
+    assert found.held["params"] == WEIGHTS // 16
+    assert {one.leaf for one in found.link if one.state == "params"} < set(MODEL)
 
 
 # A comparison
@@ -307,6 +387,7 @@ def test_what_can_be_asked():
         ("opt", "device"),
         ("opt", "host"),
     ]
+    assert len(asked(("dp",), {"offload": ["none", "opt"], "regather": [True, False]})) == 2
     with pytest.raises(ValueError, match=r"offload='moments': 'none', 'all'"):
         asked(("zero3",), {"offload": ["moments"]})
 
@@ -438,8 +519,9 @@ def test_mistakes_on_the_command_line(args, said, tmp_path, capsys):
 def test_the_costs_of_strategies(states, capsys):
     """What is in host memory is no longer on the device, and is sent to nobody else."""
     plain, hosted = costs.rows(8), costs.rows(8, offload=states)
-    assert len(plain) == len(hosted) == 7
-    for before, after in zip(plain, hosted, strict=True):
+    assert (len(plain), len(hosted)) == (7, 6 if states == "all" else 7)
+    for before, after in zip(plain[-len(hosted) :], hosted, strict=True):
+        assert before.names == after.names
         assert after.cost.held + after.cost.host == pytest.approx(before.cost.held)
         assert after.cost.host >= before.cost.opt
         assert (after.cost.opt, after.cost.sent, before.cost.host) == (0, before.cost.sent, 0)

@@ -55,7 +55,9 @@ def strategies(args: list[str]) -> int:
         say(console, "host: what lies in the host's memory for each device, in place of the device's own.")
     console.print(table)
     left_out = {name for name, strategy in STRATEGIES.items() if strategy not in [row.strategy for row in rows]}
-    if left_out:
+    if "dp" in left_out:
+        say(console, "dp: gathers all gradients on the first device, and holds none in host memory.")
+    if left_out := left_out - {"dp"}:
         say(
             console,
             f"{', '.join(sorted(left_out))}: needs at least 2 replicas, which {options.devices} devices do not give.",

@@ -13,12 +13,11 @@ import jax.numpy as jnp
 
 from jaxshard.contract import Collective
 from jaxshard.dp import DataParallel
-from jaxshard.explain import table
+from jaxshard.explain import Explanation, table
+from jaxshard.link import Transfer, link_bytes
 from jaxshard.mesh import platform_of, size_over
 from jaxshard.preflight.examine import Examined, examined
 from jaxshard.preflight.peak import Buffer
-from jaxshard.preflight.seam import host_bytes, link_bytes
-from jaxshard.setup import Setup
 from jaxshard.specs import Leaf
 from jaxshard.state import TrainState
 from jaxshard.step import Training
@@ -151,20 +150,20 @@ def books(training: Training, found: Examined, state: TrainState | None = None) 
     results = found.facts.memory.outputs - found.facts.memory.aliased
     lines.append(Line(name="metrics", compiled=results))
     lines.append(Line(name="peak", compiled=found.peak_bytes, measured=measured.get("peak")))
-    host = _host(training, found, {} if state is None else _measured(state, in_host=True))
+    host = _host(explained, found, {} if state is None else _measured(state, in_host=True))
     return Ledger(
         strategy=name_of(training.strategy),
         held=tuple(lines),
         sent=sent((*training.contract(), *explained.update), found.facts.collectives),
         largest=found.peak.buffers[:8],
         host=host,
-        link=_link(training, found) if host else (),
+        link=_link(explained, found, there=platform_of(training.mesh) != "cpu") if host else (),
     )
 
 
-def _host(training: Training, found: Examined, measured: Mapping[str, int]) -> tuple[Line, ...]:
+def _host(explained: Explanation, found: Examined, measured: Mapping[str, int]) -> tuple[Line, ...]:
     """What is in the host's memory, class by class, without those of which there is nothing."""
-    planned, given = Counter(host_bytes(training.setup)), _given(found.host_arguments)
+    planned, given = Counter(explained.host_bytes), _given(found.host_arguments)
     memory = found.facts.host_memory
     lines = [
         Line(name=name, planned=planned[name], compiled=given[name], measured=measured.get(name)) for name in STATES
@@ -174,22 +173,21 @@ def _host(training: Training, found: Examined, measured: Mapping[str, int]) -> t
     return tuple(one for one in lines if one.planned or one.compiled or one.measured)
 
 
-def planned_link(made: Setup) -> tuple[Transferred, ...]:
+def planned_link(planned: Iterable[Transfer]) -> tuple[Transferred, ...]:
     """What a step is planned to send over the link to the host, in both directions; () if that is nothing."""
-    planned: Counter[str] = Counter()
-    for one in link_bytes(made):
-        planned[one.direction] += one.bytes * one.count
-    return tuple(Transferred(direction=name, planned=planned[name]) for name in DIRECTIONS if planned)
+    sizes = link_bytes(planned)
+    return (
+        tuple(Transferred(direction=name, planned=size) for name, size in sizes.items()) if any(sizes.values()) else ()
+    )
 
 
-def _link(training: Training, found: Examined) -> tuple[Transferred, ...]:
-    """The same, planned beside compiled."""
-    planned = {one.direction: one.planned for one in planned_link(training.setup)}
+def _link(explained: Explanation, found: Examined, *, there: bool) -> tuple[Transferred, ...]:
+    """The same, planned beside compiled. there: whether the compiled program has such a link."""
+    planned = link_bytes(explained.transfers)
     compiled = {"to_device": found.facts.to_device, "to_host": found.facts.to_host}
-    there = platform_of(training.mesh) != "cpu"
     return tuple(
-        Transferred(direction=name, planned=planned.get(name, 0), compiled=compiled[name] if there else None)
-        for name in DIRECTIONS
+        Transferred(direction=name, planned=size, compiled=compiled[name] if there else None)
+        for name, size in planned.items()
     )
 
 

@@ -29,7 +29,6 @@ from jaxshard.preflight.examine import examined
 from jaxshard.preflight.ledger import Transferred, books, planned_link
 from jaxshard.preflight.plan import gathered_by_first
 from jaxshard.preflight.records import from_json, to_json
-from jaxshard.preflight.seam import host_bytes
 from jaxshard.preflight.target import Target
 from jaxshard.preflight.timeline import Timeline, timeline
 from jaxshard.step import Training
@@ -256,8 +255,8 @@ def _planned(training: DataParallel, line: Line) -> Row:
         mesh=axis_sizes(training.mesh),
         compiled=False,
         held=held | {"gradients": explained.bytes_per_device["grads"] + gathered_by_first(explained.contract)},
-        host={name: size for name, size in host_bytes(training.setup).items() if size},
-        link=planned_link(training.setup),
+        host={name: size for name, size in explained.host_bytes.items() if size},
+        link=planned_link(explained.transfers),
         contract=explained.contract,
         notes=("from its plan, because it is several programs: the first device's, without activations",),
     )

@@ -17,9 +17,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jaxshard.contract import Collective, expected_collectives
 from jaxshard.dp import DataParallel
 from jaxshard.explain import held_bytes
+from jaxshard.link import Direction, Transfer, host_bytes, link_bytes, transfers
 from jaxshard.mesh import axis_sizes
 from jaxshard.precision import Precision
-from jaxshard.preflight.seam import host_bytes, link_bytes
 from jaxshard.setup import Setup, setup
 from jaxshard.specs import Leaf
 from jaxshard.strategy import Placement, Strategy, name_of, named
@@ -45,7 +45,7 @@ class Plan:
     collectives: tuple[Collective, ...]
     leaves: tuple[Leaf, ...]
     host: dict[str, int] = field(default_factory=dict)
-    link: tuple[Any, ...] = ()
+    link: tuple[Transfer, ...] = ()
 
     @property
     def states(self) -> int:
@@ -57,9 +57,9 @@ class Plan:
         """Bytes of all that lies in the host's memory for one device."""
         return sum(self.host.values())
 
-    def crossed(self, direction: str) -> int:
+    def crossed(self, direction: Direction) -> int:
         """Bytes over the link to the host in a step, ``to_device`` or ``to_host``."""
-        return sum(one.bytes * one.count for one in self.link if one.direction == direction)
+        return link_bytes(self.link)[direction]
 
     @property
     def wire_bytes(self) -> int:
@@ -120,7 +120,7 @@ def plan(
         collectives=collectives,
         leaves=tuple(jax.tree.leaves(made.program.layout)),
         host=host_bytes(made),
-        link=link_bytes(made),
+        link=transfers(made),
     )
 
 

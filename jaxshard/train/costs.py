@@ -46,7 +46,7 @@ def rows(devices: int, replica: int = 1, offload: str = "none") -> list[Row]:
 
     replica: how many copies of the states there are; a strategy that makes sense only from some number of
     replicas gets at least that many, and is left out where those do not divide the devices. offload: what of it lies in
-    host memory, as for `jaxshard.offload`.
+    host memory, as for `jaxshard.strategy.offload`; `dp` is left out where that is gradients, which it gathers.
 
     Raises ValueError when `replica` itself does not divide them, and for an unknown word in `offload`.
     """
@@ -55,13 +55,14 @@ def rows(devices: int, replica: int = 1, offload: str = "none") -> list[Row]:
             f"--devices {devices} --replica {replica}: {devices} devices cannot be {replica} equal copies; "
             f"choose a divisor of {devices} as --replica."
         )
+    hosted = offloaded("ddp", offload)
     names: dict[Strategy, list[str]] = {}
     for name, strategy in STRATEGIES.items():
         names.setdefault(strategy, []).append(name)
     table = []
     for strategy, known_as in names.items():
         copies = max(replica, strategy.min_replicas)
-        if devices % copies:
+        if devices % copies or (strategy.params.devices == "first" and hosted.grads.memory == HOST):
             continue
         shape = {REPLICA: copies, SHARD: devices // copies}
         cost = cost_of(offloaded(strategy, offload), shape)
