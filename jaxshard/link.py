@@ -134,7 +134,11 @@ def _waiting(made: Setup) -> Iterable[Transfer]:
 
 
 def _updated(made: Setup) -> Iterable[Transfer]:
-    """What the update reads where it does not lie, and gives back."""
+    """What the update reads where it does not lie, and gives back.
+
+    By the host or not, states in host memory pass the link both ways: what the host computes XLA gives memory of its
+    own, and has the device copy it to where the state lies.
+    """
     program, strategy = made.program, made.program.strategy
     params, opt = hosted_leaves(made)
     owners = {leaf.owner for leaf in jax.tree.leaves(made.where.opt) if leaf.path in opt}
@@ -144,7 +148,7 @@ def _updated(made: Setup) -> Iterable[Transfer]:
         return bytes_per_device([leaf], placement, program.mesh)
 
     for leaf in jax.tree.leaves(made.where.opt):
-        if leaf.path in opt and not by_host:
+        if leaf.path in opt:
             yield Transfer(state="opt", leaf=leaf.path, direction="to_device", bytes=size(leaf), count=1)
             yield Transfer(state="opt", leaf=leaf.path, direction="to_host", bytes=size(leaf), count=1)
     for leaf in jax.tree.leaves(program.layout):
@@ -155,7 +159,7 @@ def _updated(made: Setup) -> Iterable[Transfer]:
             direction: Direction = "to_host" if by_host else "to_device"
             grad = gradient(made, leaf)
             yield Transfer(state="grads", leaf=leaf.path, direction=direction, bytes=size(grad), count=1)
-        if hosted != by_host or (hosted and size(leaf) != size(leaf, strategy.params)):
+        if hosted or by_host:
             back = size(leaf, strategy.params) if hosted else size(leaf)
             yield Transfer(state="params", leaf=leaf.path, direction="to_device", bytes=size(leaf), count=1)
             yield Transfer(state="params", leaf=leaf.path, direction="to_host", bytes=back, count=1)

@@ -129,9 +129,11 @@ def _costs(program: Program, where: StateLayout, parts: list[Part]) -> tuple[Cos
     back = size(params, strategy.params)
     device = Cost(to_device=size(opt) + size(params), to_host=size(opt) + back)
     rest = size(touched) - size(params)  # parameters that the host does not have
+    # XLA gives what the host computes memory of its own, and has the device copy it to where the state lies.
+    copied = size(opt) + size(params)
     host = Cost(
-        to_device=rest,
-        to_host=grads + rest,
+        to_device=rest + copied,
+        to_host=grads + rest + copied,
         memory=2 * size(opt) + 2 * size(touched) + grads,
         flops=sum(_operations(part) for part in parts) // max(1, program.pieces if strategy.opt.axes else 1),
     )

@@ -39,7 +39,7 @@ def _walk(module: Module, computation: Computation, around: Callable[..., Site])
         if one.opcode == "while":
             trips = trip_count(module, computation, one)
             (body,), (condition,) = one.calls("body"), one.calls("condition")
-            name = "while" if trips is None else _loop_name(one, module.computations[body])
+            name = "while" if trips is None else _loop_name(one, module.computations[body], len(site.loops))
             for inner, runs in (body, 1 if trips is None else trips), (condition, (trips or 0) + 1):
                 inside = functools.partial(replace, site, times=site.times * runs, loops=(*site.loops, name))
                 yield from _walk(module, module.computations[inner], inside)
@@ -51,10 +51,12 @@ def _walk(module: Module, computation: Computation, around: Callable[..., Site])
                 yield from _walk(module, inner, functools.partial(replace, site, start=one))
 
 
-def _loop_name(loop: Instruction, body: Computation) -> str:
-    # Passes that rebuild a loop drop its name; the instructions of its body still have theirs.
+def _loop_name(loop: Instruction, body: Computation, depth: int) -> str:
+    # Passes that rebuild a loop drop its name; the instructions of its body still have theirs, but for those that were
+    # moved in from the loops around it.
     inside = "/while/body/"
     stacks = [one.op_name.rpartition(inside)[0] for one in body.instructions.values() if inside in one.op_name]
+    stacks = [stack for stack in stacks if stack.count(inside) >= depth]
     return loop_name(loop.op_name.removesuffix("/while") or min(stacks, key=len, default=""))
 
 
