@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.stages import Compiled, Lowered
 
-from jaxshard.strategy import Strategy
+from jaxshard.strategy import HOST, Strategy
 
 # Gathers and reductions of a loop over layers overlap the neighbouring layers' work only when the loop is pipelined; a
 # pipelined loop copies its buffers unless it is double-buffered. JAX 0.12's compiler has new names for the first two.
@@ -35,6 +35,8 @@ _ALWAYS: dict[tuple[int, int], dict[str, str]] = {
     (0, 10): {},
     (0, 12): {"xla_disable_hlo_passes": "dynamic-slice-copy-fusion-async-wrapper"},
 }
+# What a loop over layers fetches from host memory is on its way beside the layer before.
+_FETCHED = {"xla_gpu_enable_pipelined_host_offloading": "True"}
 _THRESHOLDS = (
     "xla_gpu_all_gather_combine_threshold_bytes",
     "xla_gpu_all_reduce_combine_threshold_bytes",
@@ -48,6 +50,8 @@ def options_for(strategy: Strategy, platform: str, overrides: Mapping[str, str] 
     if platform in ("gpu", "cuda", "rocm"):
         options |= _of_this_version(_ALWAYS)
         options |= _of_this_version(_PIPELINED) if strategy.prefer == "speed" else {}
+        if strategy.prefer == "speed" and strategy.params.memory == HOST:
+            options |= _FETCHED
         if strategy.bucket_mb is not None:
             options |= dict.fromkeys(_THRESHOLDS, str(int(strategy.bucket_mb * 2**20)))
     options |= {name: value for name, value in (overrides or {}).items()}

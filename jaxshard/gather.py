@@ -13,13 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import Offloadable, checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from jaxshard.collectives import SCOPE, WHOLE, tie, tie_gradients
+from jaxshard.collectives import tie, tie_gradients
 from jaxshard.held import Held, on_shard, turned, whole
 from jaxshard.jaxprs import (
     INLINED,
@@ -32,17 +30,10 @@ from jaxshard.jaxprs import (
     product_order,
     scan_parts,
     shape_of,
-    stands_for,
-    subjaxprs,
 )
 from jaxshard.onshard import read_by_rows
-from jaxshard.strategy import DEVICE, HOST
+from jaxshard.remat import is_activation, offloads, recomputing_gathers, waiting_for_host
 from jaxshard.varying import varying, varying_in_scan
-
-Policy = Callable[..., Any]
-NEVER_SAVED = (WHOLE, "all_gather", "all_gather_invariant", "optimization_barrier")
-CARRIED = f"{SCOPE}.carried"
-"""The name, for remat policies, of what a layer of a scan is given by the layer before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,40 +57,6 @@ class _Place:
 
     in_remat: bool = False
     in_scan: bool = False
-
-
-def body_remat(remat: str | Policy, *, tie: bool) -> Callable[[Callable], Callable] | None:
-    """What wraps the body of a scan over layers: ``"none"``, ``"full"``, ``"dots"``, ``"offload"``, or a policy.
-
-    ``"offload"`` recomputes as much as ``"full"``, and what that keeps of a layer, the activations that come from the
-    layer before, waits in the host's memory. Raises ValueError for another word.
-    """
-    policies = jax.checkpoint_policies
-    offload = policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=(), names_which_can_be_offloaded=(CARRIED,), offload_src=DEVICE, offload_dst=HOST
-    )
-    named: dict[str, Policy | None] = {"full": None, "dots": policies.dots_saveable, "offload": offload}
-    if remat == "none":
-        return None
-    if not callable(remat) and remat not in named:
-        raise ValueError(f"remat={remat!r}: 'none', 'full', 'dots', 'offload', or a policy of jax.checkpoint_policies.")
-    policy = remat if callable(remat) else named[remat]
-    policy = None if policy is None else _recomputing_gathers(policy)
-
-    def wrap(body):
-        body = _naming_carry(body) if remat == "offload" else body
-        return jax.checkpoint(body, policy=policy, prevent_cse=tie)
-
-    return wrap
-
-
-def _naming_carry(body: Callable) -> Callable:
-    """A checkpoint saves its inputs as they are; a policy decides about what has a name inside."""
-
-    def named(fixed, carry, layer):
-        return body(fixed, [checkpoint_name(x, CARRIED) if _is_activation(x) else x for x in carry], layer)
-
-    return named
 
 
 def gather_at_use(closed: ClosedJaxpr, varies: Sequence[bool], choices: Choices) -> Callable[..., list[jax.Array]]:
@@ -167,7 +124,7 @@ def _gather_and_apply(eqn: JaxprEqn, operands: list[Any], choices: Choices, plac
     forgets = (forgets or place.in_scan) and not place.in_remat
     # A checkpoint outside would override the policies of those inside, and may not wrap effects.
     if forgets and not eqn.effects and not contains_remat(eqn):
-        apply = jax.checkpoint(apply, policy=_recomputing_gathers(None), prevent_cse=not place.in_scan)
+        apply = jax.checkpoint(apply, policy=recomputing_gathers(None), prevent_cse=not place.in_scan)
     return apply(*operands)
 
 
@@ -192,65 +149,12 @@ def _remat(eqn: JaxprEqn, operands: list[Any], varies: list[bool], choices: Choi
     # In a scan, a barrier on the gather's operand keeps the compiler's collective pipeliner away, and the loop already
     # keeps the two gathers apart. Elsewhere only the barrier does.
     prevent_cse = eqn.params["prevent_cse"] and (choices.tie or not place.in_scan)
-    policy = _recomputing_gathers(eqn.params["policy"]) if eqn.params["policy"] is not None else None
+    policy = recomputing_gathers(eqn.params["policy"]) if eqn.params["policy"] is not None else None
     recomputed = jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)
     # A loop sends what it offloads in the turn that made it.
     alone = not (place.in_scan or place.in_remat)
-    sends = alone and policy is not None and _offloads(policy, body)
-    return _waiting_for_host(recomputed, operands) if sends else recomputed(*operands)
-
-
-def _offloads(policy: Policy, jaxpr: Jaxpr) -> bool:
-    """Whether a remat policy sends anything of a program to another memory."""
-
-    def asked(eqn):
-        return policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
-
-    inside = [(eqn, subjaxprs(eqn)) for eqn in jaxpr.eqns]
-    return any(
-        any(_offloads(policy, sub) for sub in subs) if subs else isinstance(asked(eqn), Offloadable)
-        for eqn, subs in inside
-    )
-
-
-def _waiting_for_host(recomputed: Callable, operands: Sequence[Any]) -> list[Any]:
-    """The results of a function, which wait until what it offloads is on the host.
-
-    The backward pass alone wants that: XLA would start to send it only then, and hold it on the device until then.
-    """
-
-    @jax.custom_vjp
-    def waiting(*operands):
-        return recomputed(*operands)
-
-    def forward(*operands):
-        results, backward = jax.vjp(recomputed, *operands)
-        kept, tree = jax.tree.flatten(backward)
-        sent = {i: x for i, x in enumerate(kept) if _is_on_host(x)}
-        results, arrived = lax.optimization_barrier((results, sent))
-        return results, jax.tree.unflatten(tree, [arrived.get(i, x) for i, x in enumerate(kept)])
-
-    def backward(backward, gradients):
-        # A leaf in host memory has no gradient of its own, and what JAX takes for its zero is not in host memory.
-        return jax.tree.map(lambda x, g: None if _is_on_host(x) else g, tuple(operands), backward(gradients))
-
-    waiting.defvjp(forward, backward)
-    return waiting(*operands)
-
-
-def _is_on_host(x: Any) -> bool:
-    return jax.typeof(x).memory_space == jax.memory.Space.Host
-
-
-def _recomputing_gathers(policy: Policy | None) -> Policy:
-    """A remat policy that gathers again (and ties again), and leaves the rest to `policy` (None: save everything)."""
-
-    def saves(primitive, *avals, **params):
-        if stands_for(primitive.name, params, NEVER_SAVED):
-            return False
-        return True if policy is None else policy(primitive, *avals, **params)
-
-    return saves
+    sends = alone and policy is not None and offloads(policy, body)
+    return waiting_for_host(recomputed, operands) if sends else recomputed(*operands)
 
 
 def _scan(eqn: JaxprEqn, operands: list[Any], varies: list[bool], choices: Choices, place: _Place) -> list[Any]:
@@ -295,7 +199,7 @@ def _scan(eqn: JaxprEqn, operands: list[Any], varies: list[bool], choices: Choic
 
 def _activation(operands: Sequence[Any], constants: int) -> int | None:
     """Which operand is an activation: the first float array behind so many constants, if there is one."""
-    return next((i for i, x in enumerate(operands) if i >= constants and _is_activation(x)), None)
+    return next((i for i, x in enumerate(operands) if i >= constants and is_activation(x)), None)
 
 
 def _tied(operands: Sequence[Any], activation: int, choices: Choices, place: _Place) -> list[Any]:
@@ -325,7 +229,3 @@ def _gradients_tied(operands: Sequence[Any], arrays: list[Any], activation: int)
     both: Any = tie_gradients(arrays[leaf], arrays[activation])
     arrays[leaf], arrays[activation] = both
     return arrays
-
-
-def _is_activation(x: Any) -> bool:
-    return isinstance(x, jax.Array) and x.ndim > 0 and jnp.issubdtype(x.dtype, jnp.floating)

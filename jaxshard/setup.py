@@ -24,11 +24,12 @@ from jaxshard.checks import (
     real_number,
     whole_number,
 )
-from jaxshard.gather import Choices, body_remat
+from jaxshard.gather import Choices
 from jaxshard.loss import LossFunction, loss_function
 from jaxshard.mesh import axis_sizes, platform_of, put, settled, size_over
 from jaxshard.precision import Precision, cast_floats
 from jaxshard.program import Program, TracedLoss, trace_loss
+from jaxshard.remat import body_remat
 from jaxshard.specs import layout, shape_at, split_axes, warn_of_whole_leaves
 from jaxshard.state import StateLayout, TrainState, check_shapes, initialiser, placed, state_layout
 from jaxshard.strategy import BATCH_AXES, Strategy, name_of

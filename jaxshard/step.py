@@ -65,7 +65,9 @@ def parallelize(
     accumulate: microbatches per step. clip: the global norm that gradients are clipped to.
     skip_nonfinite: whether a step with a loss or a gradient norm that is not finite leaves params, opt, extra and step
         as they were (with float16 it always does); the metrics show it.
-    remat: for the bodies of scans over layers: ``"none"``, ``"full"``, ``"dots"`` or one of `jax.checkpoint_policies`.
+    remat: for the bodies of scans over layers: ``"none"``, ``"full"``, ``"dots"``, ``"offload"`` (recomputes as
+        ``"full"``, and each layer's input waits in host memory) or one of `jax.checkpoint_policies`, also of those that
+        offload.
     trainable: a predicate on the path (``blocks/mlp/kernel``), or a mask tree; by default every float and complex leaf.
     whole_budget: the smallest leaves stay whole while they cost less than this fraction of a device's share.
     warn_whole: a `WholeLeavesWarning` names the leaves that stay whole if they are more than this fraction of all

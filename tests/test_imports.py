@@ -21,6 +21,7 @@ ORDER = [
     "onshard",
     "collectives",
     "held",
+    "remat",
     "gather",
     "specs",
     "program",
