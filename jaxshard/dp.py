@@ -24,6 +24,7 @@ from jaxshard.contract import Collective
 from jaxshard.evaluate import Evaluation, whole
 from jaxshard.explain import Explanation, explain
 from jaxshard.gradients import Gradients, item_share, local_sums
+from jaxshard.link import check_host_memory
 from jaxshard.loss import Loss
 from jaxshard.mesh import settled, unplaced
 from jaxshard.nans import blamed_step, finite_leaves, nonfinite_paths
@@ -58,6 +59,7 @@ class DataParallel:
 
     def init(self, init_fn: Any, key: jax.Array | None = None) -> TrainState:
         """The state at step 0, on the first device. See `Training.init`."""
+        check_host_memory(self.setup)
         return self.setup.initial_state(init_fn, key)
 
     @property

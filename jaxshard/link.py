@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -16,9 +17,13 @@ from jaxshard.collectives import scope_name
 from jaxshard.contract import names_in
 from jaxshard.gradients import forward_jaxpr, slot_dtype
 from jaxshard.jaxprs import shape_of, walk
+from jaxshard.mesh import platform_of
 from jaxshard.setup import Setup
 from jaxshard.specs import Leaf, bytes_per_device, in_host_memory
 from jaxshard.strategy import Placement
+
+PINNED = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+"""The environment variable that says how much memory of the host XLA's client for GPUs may pin; 64 without it."""
 
 Direction = Literal["to_device", "to_host"]
 
@@ -53,6 +58,21 @@ def gradients(made: Setup) -> Placement:
 def gradient(made: Setup, leaf: Leaf) -> Leaf:
     """A leaf's gradient as it leaves its last use."""
     return replace(leaf, dtype=slot_dtype(made.program, leaf))
+
+
+def check_host_memory(made: Setup) -> None:
+    """Raises ValueError when XLA's client for GPUs would not pin all the memory of the host that a step needs."""
+    mesh = made.program.mesh
+    if platform_of(mesh) not in ("gpu", "cuda"):
+        return
+    here = sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
+    needed, limit = here * sum(host_bytes(made).values()), int(os.environ.get(PINNED, 64)) * 10**9
+    if needed > limit:
+        raise ValueError(
+            f"{needed / 1e9:.1f} GB of this process's states belong in host memory, and XLA pins {limit / 1e9:.0f} GB at "
+            f"most. Set {PINNED}={math.ceil(needed * 1.1 / 1e9)} in the environment before JAX starts, if the host has "
+            "as much."
+        )
 
 
 def hosted_leaves(made: Setup) -> tuple[frozenset[str], frozenset[str]]:

@@ -22,6 +22,7 @@ from jaxshard.dp import DataParallel
 from jaxshard.evaluate import Evaluation, whole
 from jaxshard.explain import Explanation, explain
 from jaxshard.gradients import Gradients, device_gradients, of_mean
+from jaxshard.link import check_host_memory
 from jaxshard.mesh import automatic, make_mesh, platform_of, settled, unplaced
 from jaxshard.nans import blamed_step, debugs_nans, finite_leaves, nonfinite_paths
 from jaxshard.precision import Precision
@@ -131,6 +132,7 @@ class Training:
 
         Raises ValueError when shapes differ from those given to `parallelize`.
         """
+        check_host_memory(self.setup)
         return self.setup.initial_state(init_fn, key)
 
     @property
