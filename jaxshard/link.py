@@ -69,8 +69,8 @@ def check_host_memory(made: Setup) -> None:
     needed, limit = here * sum(host_bytes(made).values()), int(os.environ.get(PINNED, 64)) * 10**9
     if needed > limit:
         raise ValueError(
-            f"{needed / 1e9:.1f} GB of this process's states belong in host memory, and XLA pins {limit / 1e9:.0f} GB at "
-            f"most. Set {PINNED}={math.ceil(needed * 1.1 / 1e9)} in the environment before JAX starts, if the host has "
+            f"{needed / 1e9:.1f} GB of this process's states belong in host memory, and XLA pins {limit / 1e9:.0f} GB "
+            f"at most. Set {PINNED}={math.ceil(needed * 1.1 / 1e9)} in the environment before JAX starts, if the host has "
             "as much."
         )
 
