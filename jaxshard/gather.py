@@ -109,6 +109,7 @@ def _gather_and_apply(eqn: JaxprEqn, operands: list[Any], choices: Choices, plac
     """The rule that is always right: make whole, apply, and forget the whole leaf until the backward pass."""
 
     def apply(*operands):
+        operands = [x.picked() if isinstance(x, Held) else x for x in operands]
         activation = _activation(operands, closed_over(eqn))
         if activation is not None:
             operands = _tied(operands, activation, choices, place)
@@ -125,7 +126,7 @@ def _gather_and_apply(eqn: JaxprEqn, operands: list[Any], choices: Choices, plac
     # A checkpoint outside would override the policies of those inside, and may not wrap effects.
     if forgets and not eqn.effects and not contains_remat(eqn):
         apply = jax.checkpoint(apply, policy=recomputing_gathers(None), prevent_cse=not place.in_scan)
-    return apply(*operands)
+    return apply(*(x.as_it_came() if isinstance(x, Held) else x for x in operands))
 
 
 def _whole_all(values: Sequence[Any]) -> list[Any]:

@@ -6,8 +6,9 @@ until the leaf is whole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 
 import jax
@@ -31,6 +32,7 @@ class Held:
     pieces: how many pieces the layout splits `dim` into, whether this strategy does or not.
     hosted: it lies in host memory, where nothing is computed: only what picks a part of it is done there, the rest
         when that has been fetched to become whole.
+    origin, picks: of one in host memory, the array that `leaf` was picked from, and how (see `as_it_came`).
     turn, wide: what is still to be done to it once it is whole, a transpose (None: none) and a cast to a wider dtype.
         A transpose of shards would give the whole another layout in memory than a strategy that splits nothing has,
         and sums another order; a wider dtype before the gather would only send more.
@@ -44,6 +46,8 @@ class Held:
     route: Route = field(metadata={"static": True})
     path: str = field(metadata={"static": True})
     hosted: bool = field(default=False, metadata={"static": True})
+    origin: jax.Array | None = None
+    picks: tuple[Callable[[jax.Array], jax.Array], ...] = field(default=(), metadata={"static": True})
     turn: tuple[int, ...] | None = field(default=None, metadata={"static": True})
     wide: Any = field(default=None, metadata={"static": True})
 
@@ -56,6 +60,19 @@ class Held:
     def in_host_memory(self) -> bool:
         """Whether it lies there, or its gradient is to."""
         return self.hosted or (self.slot is not None and is_hosted(self.slot))
+
+    def as_it_came(self) -> Held:
+        """Without its picks, which `picked` does again.
+
+        So it goes into a checkpoint: what a scan has sliced off is saved as the array that is sliced. A part of that
+        would be stacked, in host memory, where a GPU's compiler has no room for it.
+        """
+        return replace(self, leaf=self.origin, origin=None) if self.picks else self
+
+    def picked(self) -> Held:
+        """As it was before `as_it_came`."""
+        leaf = reduce(lambda x, pick: pick(x), self.picks, self.leaf)
+        return replace(self, leaf=leaf, picks=())
 
     @property
     def is_split(self) -> bool:
@@ -122,8 +139,14 @@ def on_shard(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
     if first.slot is not None:
         slots = apply(first.route.slot_pieces, [x.slot if isinstance(x, Held) else x for x in arrays])
     path = TOGETHER.join(dict.fromkeys(x.path for x in held))
+    origin, picks = None, ()
+    if first.hosted and len(operands) == 1:
+        origin = first.leaf if first.origin is None else first.origin
+        picks = (*first.picks, lambda x: apply(first.route.leaf_pieces, [x])[0])
     return [
-        None if leaf is None else replace(first, leaf=leaf, slot=slot, dim=moved[0], path=path)
+        None
+        if leaf is None
+        else replace(first, leaf=leaf, slot=slot, dim=moved[0], path=path, origin=origin, picks=picks)
         for leaf, slot in zip(leaves, slots, strict=True)
     ]
 

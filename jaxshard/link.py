@@ -70,8 +70,8 @@ def check_host_memory(made: Setup) -> None:
     if needed > limit:
         raise ValueError(
             f"{needed / 1e9:.1f} GB of this process's states belong in host memory, and XLA pins {limit / 1e9:.0f} GB "
-            f"at most. Set {PINNED}={math.ceil(needed * 1.1 / 1e9)} in the environment before JAX starts, if the host has "
-            "as much."
+            f"at most. Set {PINNED}={math.ceil(needed * 1.1 / 1e9)} in the environment before JAX starts, if the host "
+            "has as much."
         )
 
 

@@ -97,10 +97,12 @@ def waiting_for_host(recomputed: Callable, operands: Sequence[Any]) -> list[Any]
 
 
 def recomputing_gathers(policy: Policy | None) -> Policy:
-    """A remat policy that gathers again (and ties again), and leaves the rest to `policy` (None: save everything)."""
+    """A remat policy that gathers (and ties, and picks) again, and leaves the rest to `policy` (None: save everything)."""
 
     def saves(primitive, *avals, **params):
-        if stands_for(primitive.name, params, NEVER_SAVED):
+        # What lies in host memory is part of a state, which is there anyway.
+        picks = any(getattr(x, "memory_space", None) == jax.memory.Space.Host for x in avals)
+        if picks or stands_for(primitive.name, params, NEVER_SAVED):
             return False
         return True if policy is None else policy(primitive, *avals, **params)
 
