@@ -236,7 +236,7 @@ def test_a_number_is_shared_wherever_it_comes_from_on_the_devices():
 
 
 def test_what_is_drawn_from_shared_keys_is_drawn_for_each_part():
-    key = np.arange(2, dtype=np.uint32)
+    key = jnp.arange(2, dtype=jnp.uint32)
 
     def noisy(states, step):
         keys = jax.random.split(jax.random.fold_in(jax.random.wrap_key_data(key), step), len(states))
