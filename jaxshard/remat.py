@@ -97,7 +97,7 @@ def waiting_for_host(recomputed: Callable, operands: Sequence[Any]) -> list[Any]
 
 
 def recomputing_gathers(policy: Policy | None) -> Policy:
-    """A remat policy that gathers (and ties, and picks) again, and leaves the rest to `policy` (None: save everything)."""
+    """A remat policy that gathers (and ties, and picks) again, and leaves the rest to `policy` (None: save all)."""
 
     def saves(primitive, *avals, **params):
         # What lies in host memory is part of a state, which is there anyway.
