@@ -114,13 +114,19 @@ class Room:
     host: float
 
     def share(self, row: Row, layers: int) -> float:
-        """The larger of the shares that a compiled step takes."""
-        return max(row.peak / self.device, host_bytes(row.in_host, layers) / self.host)
+        """The largest of the shares that are taken: by the compiled step, and by making what lies in host memory."""
+        making = array_bytes(layers) if row.in_host else 0
+        return max(row.peak / self.device, making / self.device, host_bytes(row.in_host, layers) / self.host)
+
+
+def array_bytes(layers: int) -> int:
+    """The largest array, a matrix of all MLPs. On its way to host memory it is on the device, alone."""
+    return 4 * layers * 4 * (128 * layers) ** 2
 
 
 def host_bytes(at_rest: int, layers: int) -> int:
     """What the host needs: the states, and while they are made the largest array of zeros once more."""
-    return at_rest + 4 * layers * 4 * (128 * layers) ** 2 if at_rest else 0
+    return at_rest + array_bytes(layers) if at_rest else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +168,8 @@ def _limit(beyond: Row | None, layers: int, room: Room) -> str:
     if beyond is None:
         return f"the family ends at {LAST} layers"
     if beyond.peak <= room.device:
+        if (array := array_bytes(layers + 1)) > room.device:
+            return f"device memory: one array of {layers + 1} layers is {gib(array)} GiB when it is made"
         return f"host memory: {layers + 1} layers need {gib(host_bytes(beyond.in_host, layers + 1))} GiB"
     classes = sorted(beyond.held, key=lambda name: -beyond.held[name])[:3]
     held = ", ".join(f"{SHOWN.get(name, name)} {gib(beyond.held[name])}" for name in classes)

@@ -73,8 +73,9 @@ def test_parameters_are_counted_as_the_model_has_them():
     for layers in (1, 3):
         model = script.config_of(layers, **SMALL).model
         shapes = jax.eval_shape(lambda key, model=model: gpt.init(model, key), jax.random.key(0))
-        has = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
-        assert script.parameters(layers, sequence=SMALL["sequence"], vocab=SMALL["vocab"]) == has
+        sizes = [math.prod(x.shape) for x in jax.tree.leaves(shapes)]
+        assert script.parameters(layers, sequence=SMALL["sequence"], vocab=SMALL["vocab"]) == sum(sizes)
+        assert script.array_bytes(layers) == 4 * max(sizes)
 
 
 def test_a_whole_answer_on_a_device_of_16_mib(ask, monkeypatch):
@@ -104,8 +105,9 @@ def test_steps_are_refused_before_anything_is_made_when_the_host_has_no_room(mon
         script.trained(to_json(script.CASES["opt+params/full"]), 1, SMALL, 1, "cpu:1")
 
 
-def test_the_host_bounds_the_search_as_well(monkeypatch):
-    """Of a device with room for all, on a host with room for the states of two layers while they are made."""
+def test_making_the_states_bounds_the_search_as_well():
+    """Of a device with room for any step: on a host with room for the states of two layers, and for their largest array
+    once more; on a device with room for the largest array of three."""
 
     def compiled(case, layers):
         states = 12 * script.parameters(layers, sequence=32, vocab=64)
@@ -115,6 +117,9 @@ def test_the_host_bounds_the_search_as_well(monkeypatch):
     found = script.find("opt+params/full", compiled, script.Room(device=1e12, host=two))
     assert found.layers == 2
     assert found.limit.startswith("host memory: 3 layers need")
+    made = script.find("opt+params/full", compiled, script.Room(device=script.array_bytes(3), host=math.inf))
+    assert made.layers == 3
+    assert made.limit.startswith("device memory: one array of 4 layers is")
     endless = script.find("opt+params/full", compiled, script.Room(device=1e12, host=math.inf))
     assert (endless.layers, endless.limit) == (script.LAST, f"the family ends at {script.LAST} layers")
 
