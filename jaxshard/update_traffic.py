@@ -36,9 +36,11 @@ def update_collectives(made: Setup) -> tuple[Collective, ...]:
         return ()
     state = made.state_shapes
     whole = sharding(P(), program.strategy.params, program.mesh)
+    # Split as the optimizer's state is, and in the memory where gradients wait.
+    waiting = replace(program.strategy.grads, axes=program.strategy.opt.axes)
     scalar: Any = jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)
     result = Gradients(
-        grads=program.learning(program.map(shape_at, shardings(program.layout, program.strategy.opt, program.mesh))),
+        grads=program.learning(program.map(shape_at, shardings(program.layout, waiting, program.mesh))),
         factor=None,
         loss=scalar,
         metrics={},
