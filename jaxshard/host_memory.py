@@ -72,7 +72,8 @@ def streamed(
     at = jax.tree.leaves(homes, is_leaf=lambda x: isinstance(x, Home))
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat]
     closed, wanted = jax.make_jaxpr(lambda *x: fn(*jax.tree.unflatten(structure, x)), return_shape=True)(*shapes)
-    program, jaxpr = parted(closed, [one.hosted for one in at]), closed.jaxpr
+    program = parted(closed, [one.hosted for one in at])
+    closed, jaxpr = program.closed, program.closed.jaxpr
     values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *flat], strict=True))
     homed = dict(zip(jaxpr.invars, at, strict=True))
     run(program.shared, values)

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jaxshard.jaxprs import ELEMENTWISE, INLINED, at, body_of, evaluate, needed_for, shape_of
 
@@ -52,7 +53,8 @@ class Parted:
 
 
 def parted(closed: ClosedJaxpr, hosted: Sequence[bool]) -> Parted:
-    """Takes a program apart. hosted: which of its inputs lie in host memory."""
+    """Takes a program apart, with what its `jit` equations hold. hosted: which of its inputs lie in host memory."""
+    closed = inlined(closed)
     jaxpr = closed.jaxpr
     dependent = {v for v, host in zip(jaxpr.invars, hosted, strict=True) if host}
     for eqn in jaxpr.eqns:
@@ -102,6 +104,26 @@ def parted(closed: ClosedJaxpr, hosted: Sequence[bool]) -> Parted:
         v for v in jaxpr.outvars if isinstance(v, Var) and v in shared
     }
     return Parted(closed=closed, shared=needed_for(jaxpr, wanted), parts=parts)
+
+
+def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same program with the bodies of its `jit` equations in their place: one may hold all leaves of a tree."""
+
+    def evaluated(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+        values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, Literal) else values[atom]
+
+        for eqn in jaxpr.eqns:
+            operands = [read(v) for v in eqn.invars]
+            with at(eqn):
+                within = eqn.primitive.name in INLINED
+                results = evaluated(*body_of(eqn), operands) if within else evaluate(eqn, operands)
+            values.update(zip(eqn.outvars, results, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    return jax.make_jaxpr(lambda *x: evaluated(closed.jaxpr, closed.consts, x))(*map(shape_of, closed.jaxpr.invars))
 
 
 def run(eqns: Sequence[JaxprEqn], values: dict[Any, Any]) -> None:

@@ -103,9 +103,9 @@ def _hosted_parts(program: Program, optimizer: optax.GradientTransformation, whe
     hosted = [leaf.path in hosted_params for leaf in jax.tree.leaves(program.learning(program.layout))]
     hosted += [leaf.path in hosted_opt for leaf in jax.tree.leaves(where.opt)]
     inputs = [*hosted, *(False for _ in traced.jaxpr.invars[len(hosted) :])]
-    found = set(v for v, host in zip(traced.jaxpr.invars, inputs, strict=True) if host)
-    parts = parted(traced, inputs).parts
-    return [part for part in parts if found.intersection(part.inputs)]
+    program = parted(traced, inputs)
+    found = set(v for v, host in zip(program.closed.jaxpr.invars, inputs, strict=True) if host)
+    return [part for part in program.parts if found.intersection(part.inputs)]
 
 
 def _dtype(program: Program, leaf: Leaf) -> Any:
