@@ -32,6 +32,7 @@ from jax.sharding import Mesh
 
 import jaxshard as js
 from jaxshard.explain import table
+from jaxshard.link import PINNED
 from jaxshard.models import gpt
 from jaxshard.preflight import compare, process, target
 from jaxshard.preflight.line import Line, Row
@@ -218,11 +219,7 @@ def for_steps(where: Target) -> dict[str, str]:
     if where.source != "local":
         return {}
     share, pinned = f"{1 - compare.RESERVED:g}", f"{available() // 2**30}"
-    return {
-        "JAX_PLATFORMS": "cuda,cpu",
-        "XLA_CLIENT_MEM_FRACTION": share,
-        "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": pinned,
-    }
+    return {"JAX_PLATFORMS": "cuda,cpu", "XLA_CLIENT_MEM_FRACTION": share, PINNED: pinned}
 
 
 def seen() -> dict[str, Any]:

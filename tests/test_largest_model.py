@@ -6,9 +6,11 @@ Oracles: a search by trying every size, the shapes that the model itself says, a
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import resource
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -122,6 +124,22 @@ def test_making_the_states_bounds_the_search_as_well():
     assert made.limit.startswith("device memory: one array of 4 layers is")
     endless = script.find("opt+params/full", compiled, script.Room(device=1e12, host=math.inf))
     assert (endless.layers, endless.limit) == (script.LAST, f"the family ends at {script.LAST} layers")
+
+
+def test_a_gpu_of_this_machine_is_found_in_another_process_and_its_steps_may_take_it_whole(monkeypatch):
+    """JAX sees none here, so a target takes its place, and travels as it would."""
+    local = replace(target.parse("h200:1"), name="local", source="local")
+    monkeypatch.setattr(process, "run", lambda function, environment: json.loads(json.dumps(to_json(local))))
+    monkeypatch.setattr(script, "available", lambda: 480 * 2**30)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    found = script._target(None)
+    assert found == local
+    assert script.for_steps(found) == {
+        "JAX_PLATFORMS": "cuda,cpu",
+        "XLA_CLIENT_MEM_FRACTION": "0.95",
+        "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "480",
+    }
+    assert script.for_steps(target.parse("cpu:1")) == {}
 
 
 @pytest.mark.parametrize(
