@@ -128,7 +128,8 @@ def taken_apart(program: Any, args: Any, hosted: Any = None) -> tuple[ClosedJaxp
     """hosted: which inputs lie in host memory; by default all arrays with dims."""
     closed = jax.make_jaxpr(program)(*args)
     flags = [bool(x.ndim) for x in jax.tree.leaves(args)] if hosted is None else jax.tree.leaves(hosted)
-    return closed, parted(closed, flags)
+    apart = parted(closed, flags)
+    return apart.closed, apart
 
 
 @settings(max_examples=10, deadline=None)
