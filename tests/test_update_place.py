@@ -17,6 +17,7 @@ from quick import quick
 import jaxshard as js
 from jaxshard import link, step, update_place
 from jaxshard.link import Transfer, host_bytes, link_bytes, transfers
+from jaxshard.strategy import name_of
 
 SCAN = FORMS[0]
 ADAMW = optax.adamw(1e-2, weight_decay=0.1)
@@ -162,7 +163,6 @@ def test_more_than_a_gpus_client_pins_is_an_error(monkeypatch):
         (lambda: replace(js.ZERO3, update="cpu"), r"update='cpu'\): choose one of 'auto', 'device', 'host'"),
         (lambda: js.offload("dp", "all"), r"gathers every device's gradients at once"),
     ],
-    ids=str,
 )
 def test_mistakes(made, says):
     with pytest.raises(ValueError, match=says):
@@ -170,8 +170,6 @@ def test_mistakes(made, says):
 
 
 def test_a_name_says_what_is_offloaded():
-    from jaxshard.strategy import name_of
-
     assert name_of(js.offload("zero3", "params+opt")) == "zero3 + offload opt+params"
     assert name_of(js.offload("fsdp", "opt", fraction=0.5)) == "zero3 + offload opt (0.5)"
     assert js.offload(js.offload("zero3", "all"), "none") == js.ZERO3
