@@ -132,15 +132,21 @@ def trained(
 
 
 CASES = [("opt", 1, WHOLE), ("opt", 3, SMALL), ("opt+params", 1, SMALL), ("opt+params", 3, WHOLE)]
+# In pieces a norm would be summed in another order.
+CASES += [("all", 1, WHOLE), ("all", 3, WHOLE)]
 
 
-@pytest.mark.parametrize(("states", "accumulate", "pieces"), CASES)
-@pytest.mark.parametrize("name", MESH)
+@pytest.mark.parametrize(
+    ("name", "states", "accumulate", "pieces"),
+    [(name, *case) for name in MESH for case in CASES if (name, case[0]) != ("dp", "all")],  # dp keeps its gradients
+)
 def test_adamw_with_an_active_clip(name, states, accumulate, pieces):
     theirs = trained(name, "none", accumulate=accumulate)
     assert (theirs.norm > CLIP).all(), "the clip must be active in every step"
     assert len(set(theirs.loss)) == STEPS
-    assert_equal(trained(name, states, pieces=pieces, accumulate=accumulate), theirs)
+    # Where whole gradients are reduced last, XLA merges the numbers that they are multiplied by, or does not.
+    merged = states == "all" and accumulate > 1 and name in ("ddp", "zero1")
+    assert_equal(trained(name, states, pieces=pieces, accumulate=accumulate), theirs, fused=merged)
 
 
 def test_blocks_in_a_list():
@@ -172,7 +178,7 @@ def test_a_step_that_overflows_is_skipped(name, accumulate):
         )
         return stepped(training, SCAN.init, data)
 
-    theirs, ours = run("none"), run("opt+params")
+    theirs, ours = run("none"), run("all")
     assert [int(step) for step, *_ in theirs.states] == [0, 1, 1, 2]
     assert np.isfinite(theirs.norm).tolist() == [True, False, True]
     assert_same_bits(ours.states[2][:3], ours.states[1][:3])
