@@ -64,12 +64,15 @@ def device_gradients(program: Program, params: Any, extra: Any, batch: Any, key:
 def of_mean(program: Program, grads: Any, factor: jax.Array | None) -> Any:
     """The gradients of the mean loss, in the accumulate dtype, from those of a step; any piece of them will do."""
 
+    if factor is None:
+        return grads
+
     def finish(g):
         if jnp.issubdtype(g.dtype, jnp.floating):
             g = g.astype(program.precision.accumulate)
         return g * factor.astype(g.dtype)
 
-    return grads if factor is None else jax.tree.map(finish, grads)
+    return jax.tree.map(finish, grads)
 
 
 def local_sums(
@@ -154,9 +157,10 @@ def _put(program: Program, grads: Any) -> Any:
     """Gradients where they wait; those that left at their use are there."""
     hosted = program.hosted_grads
 
-    def put(leaf: Leaf, g):
-        there = g is None or leaf.path not in hosted or collectives.is_hosted(g)
-        return g if there else collectives.to_host(g, leaf.path)
+    def put(leaf: Leaf, g: Any):
+        if g is None or leaf.path not in hosted or collectives.is_hosted(g):
+            return g
+        return collectives.to_host(g, leaf.path)
 
     return program.map(put, grads) if hosted else grads
 
@@ -234,8 +238,9 @@ def _finish(program: Program, grads: Any, share: jax.Array, scale: Any) -> tuple
     """(the accumulated sums, split as the optimizer state is; what makes them the gradient of the mean)."""
     opt = program.strategy.opt.axes
     # Reduced last, they are as large on the wire as at a use.
-    sent = None if scale is None or not program.deferred else share * scale
-    factor = share if sent is None else 1 / scale
+    sent, factor = None, share
+    if scale is not None and program.deferred:
+        sent, factor = share * scale, 1 / scale
     hosted = program.hosted_grads
 
     def finish(leaf: Leaf, g):

@@ -130,7 +130,7 @@ def total(x: jax.Array, fn: Callable[[jax.Array], jax.Array], after: jax.Array, 
 def computed_by_host(fn: Callable[..., Any], results: int) -> Callable[..., Any]:
     """A function of arrays in host memory that the host's processor computes there; it gives a tuple of so many."""
     # JAX 0.12 gave the first the name, and the place, of the second.
-    compute = getattr(compute_on, "compute_on2", compute_on.compute_on)
+    compute: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)
     return compute(fn, compute_type="device_host", out_memory_spaces=(jax.memory.Space.Host,) * results)
 
 

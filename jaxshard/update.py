@@ -44,8 +44,8 @@ def updated(
     finite = jnp.isfinite(result.norm) & jnp.isfinite(result.loss) if program.skips else None
 
     def advance(states, given):
-        grads, loss, norm, factor, finite = given
-        new = apply_optimizer(optimizer, *states, of_mean(program, grads, factor), loss, norm, clip)
+        (params, opt), (grads, loss, norm, factor, finite) = states, given
+        new = apply_optimizer(optimizer, params, opt, of_mean(program, grads, factor), loss, norm, clip)
         return new if finite is None else _where(finite, new, states)
 
     given = (result.grads, result.loss, result.norm, result.factor, finite)
@@ -157,15 +157,19 @@ def published(program: Program, params: Any) -> Any:
     if not axes:
         return params
 
-    hosted, done = in_host_memory(program.layout, strategy.params), []
+    hosted = in_host_memory(program.layout, strategy.params)
+    done: list[jax.Array] = []
 
-    def whole(leaf: Leaf, x: jax.Array | None) -> jax.Array | None:
-        if x is None or leaf.dim is None or leaf.path not in hosted:
-            return None if x is None else collectives.gather(x, leaf.dim, axes, program.sizes, leaf.path)
-        # One whole leaf at a time: the next is gathered when this one has left.
-        x = lax.optimization_barrier((x, done[-1]))[0] if done else x
-        done.append(collectives.to_host(collectives.gather(x, leaf.dim, axes, program.sizes, leaf.path), leaf.path))
-        return done[-1]
+    def whole(leaf: Leaf, x: Any) -> Any:
+        if x is None:
+            return None
+        waits = leaf.dim is not None and leaf.path in hosted
+        if waits and done:  # one whole leaf at a time: the next is gathered when this one has left
+            x, _ = lax.optimization_barrier((x, done[-1]))
+        x = collectives.gather(x, leaf.dim, axes, program.sizes, leaf.path)
+        if waits:
+            done.append(collectives.to_host(x, leaf.path))
+        return done[-1] if waits else x
 
     def gather(params):
         return program.map(whole, params)

@@ -96,16 +96,16 @@ def _hosted_parts(program: Program, optimizer: optax.GradientTransformation, whe
     params = program.learning(where.shapes.params)
     grads = program.learning(program.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, _dtype(program, leaf))))
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
-    traced = jax.make_jaxpr(lambda *x: apply_optimizer(optimizer, *x, None))(
+    traced = jax.make_jaxpr(lambda p, o, g, loss, norm: apply_optimizer(optimizer, p, o, g, loss, norm, None))(
         params, where.shapes.opt, grads, scalar, scalar
     )
     hosted_params, hosted_opt = in_host_memory(program.layout, strategy.params), in_host_memory(where.opt, strategy.opt)
     hosted = [leaf.path in hosted_params for leaf in jax.tree.leaves(program.learning(program.layout))]
     hosted += [leaf.path in hosted_opt for leaf in jax.tree.leaves(where.opt)]
     inputs = [*hosted, *(False for _ in traced.jaxpr.invars[len(hosted) :])]
-    program = parted(traced, inputs)
-    found = set(v for v, host in zip(program.closed.jaxpr.invars, inputs, strict=True) if host)
-    return [part for part in program.parts if found.intersection(part.inputs)]
+    apart = parted(traced, inputs)
+    found = {v for v, host in zip(apart.closed.jaxpr.invars, inputs, strict=True) if host}
+    return [part for part in apart.parts if found.intersection(part.inputs)]
 
 
 def _dtype(program: Program, leaf: Leaf) -> Any:

@@ -49,7 +49,9 @@ def update_collectives(made: Setup) -> tuple[Collective, ...]:
     )
     learning = program.learning(state.params)
     shapes = shapes_of((learning, state.opt, result.grads, scalar, scalar))
-    if is_elementwise(jax.make_jaxpr(lambda *x: apply_optimizer(made.optimizer, *x, made.clip))(*shapes).jaxpr):
+    if is_elementwise(
+        jax.make_jaxpr(lambda p, o, g, x, y: apply_optimizer(made.optimizer, p, o, g, x, y, made.clip))(*shapes).jaxpr
+    ):
         return ()
 
     def update(state, result):

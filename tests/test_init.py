@@ -96,7 +96,7 @@ def bytes_to_initialise(init):
         loss, ADAM, params=init, batch=np.ones((8, WIDTH), np.float32), mesh=mesh_of(1, 8), whole_budget=0
     )
     made = training.setup
-    make = initialiser(made.program, made.optimizer, made.where, lambda key: (init(key), None))
+    make: Any = initialiser(made.program, made.optimizer, made.where, lambda key: (init(key), None))
     memory = make.lower(jax.random.key(0)).compile().memory_analysis()
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(training.state_shapes.params))
     assert memory.output_size_in_bytes < 3 * size / 8 + 4096  # parameters and two moments, each an eighth

@@ -97,7 +97,7 @@ def birth(strategy: str) -> Any:
     """The compiled program that makes a state."""
     made = training_for(strategy, whole_budget=0).setup
 
-    make = initialiser(made.program, made.optimizer, made.where, lambda key: (init(key), None))
+    make: Any = initialiser(made.program, made.optimizer, made.where, lambda key: (init(key), None))
     return make.lower(jax.random.key(0)).compile()
 
 

@@ -6,6 +6,7 @@ Oracles: the same numbers from the other place, bit for bit; formulas for bytes.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -158,7 +159,7 @@ def test_more_than_a_gpus_client_pins_is_an_error(monkeypatch):
         (lambda: js.offload("zero3", "opt+opt"), r"offload='opt\+opt'"),
         (lambda: js.offload("zero3", "opt", fraction=1.5), r"fraction=1.5\): a share of the bytes, 0 to 1"),
         (lambda: js.Placement(fraction=0.5), r"it is the fraction in host memory; add memory='pinned_host'"),
-        (lambda: js.Placement(memory="host"), r"memory='host'\): choose one of 'device', 'pinned_host'"),
+        (lambda: js.Placement(memory=cast(Any, "host")), r"memory='host'\): choose one of 'device', 'pinned_host'"),
         (lambda: replace(js.ZERO3, buffers=0), r"buffers=0\): how many pieces are on a device at a time, 1 or more"),
         (lambda: replace(js.ZERO3, update="cpu"), r"update='cpu'\): choose one of 'auto', 'device', 'host'"),
         (lambda: js.offload("dp", "all"), r"gathers every device's gradients at once"),
