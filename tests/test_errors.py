@@ -267,6 +267,6 @@ def test_a_state_that_is_not_updated_in_place():
     training = training_for()
     built, state = training.built(), training.state_shapes
     _check_donation(built, state)
-    copied = SimpleNamespace(memory_analysis=lambda: SimpleNamespace(alias_size_in_bytes=8))
+    copied = SimpleNamespace(memory_analysis=lambda: SimpleNamespace(alias_size_in_bytes=8, host_alias_size_in_bytes=0))
     with error(RuntimeError, r"\d+ of the state's \d+ bytes", "twice"):
         _check_donation(replace(built, compiled=copied), state)

@@ -35,7 +35,7 @@ from fuzz import Leaf, Oracle, Program, Setting, check, nodes, programs, setting
 from hypothesis import HealthCheck, Phase, given
 from quick import QUICK
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "27"))
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "10"))
 """Of each test, at least."""
 SEED = os.environ.get("FUZZ_SEED", "" if "FUZZ_EXAMPLES" in os.environ else "0")
 """Empty: others in every run."""

@@ -88,6 +88,7 @@ def cache_by_metadata():
 
 @functools.cache
 def compiled(strategy: str, **choices) -> list[Instruction]:
+    jax.clear_caches()  # which hold JAX's own small programs with the places of whoever was first to use them
     choices |= {"params": PARAMS, "batch": BATCH, "whole_budget": 0, "compiler_options": QUICK}
     training = training_for(loss, strategy=strategy, **choices)
     return instructions(training.built().compiled.as_text() or "")
