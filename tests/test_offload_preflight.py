@@ -298,8 +298,10 @@ def test_parameters_in_host_memory():
     assert found.facts.host_memory.temps == 0
     to_device, to_host = made.link
     assert (to_host.planned, to_host.compiled) == (params + MOMENTS, params + MOMENTS)
-    assert to_device.compiled == params + (params - embedding) + (params + MOMENTS)
-    assert to_device.planned == to_device.compiled + embedding, "a plan is the most that a step may send"
+    sent = params + (params - embedding) + (params + MOMENTS)
+    # A pipelined loop over layers may find what the loop before it has fetched last.
+    assert sent - (params - embedding) / LAYERS <= to_device.compiled <= sent
+    assert to_device.planned == sent + embedding, "a plan is the most that a step may send"
     assert made["peak"].compiled == sum(line.compiled or 0 for line in made.held if line.name != "peak")
 
 
