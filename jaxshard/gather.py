@@ -171,6 +171,7 @@ def _scan(eqn: JaxprEqn, operands: list[Any], varies: list[bool], choices: Choic
     operands = [whole(x) if isinstance(x, Held) and x.in_host_memory and x.turn else x for x in operands]
     operands = [turned(x) if isinstance(x, Held) else x for x in operands]
     layers = operands[constants + carries :]
+    # One that was made whole above has nothing left to be gathered.
     stays = [stay and isinstance(x, Held) for stay, x in zip(stays, operands[:constants], strict=True)]
     stays += [False] * carries + [isinstance(x, Held) and x.dim != 0 for x in layers]
     if not any(stays):

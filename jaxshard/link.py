@@ -77,8 +77,7 @@ def check_host_memory(made: Setup) -> None:
 
 def hosted_leaves(made: Setup) -> tuple[frozenset[str], frozenset[str]]:
     """The paths of parameters, and of leaves of the optimizer's state, that are in host memory."""
-    strategy = made.program.strategy
-    return in_host_memory(made.program.layout, strategy.params), in_host_memory(made.where.opt, strategy.opt)
+    return made.program.hosted_params, in_host_memory(made.where.opt, made.program.strategy.opt)
 
 
 def _held(layout: Any, placement: Placement, made: Setup) -> int:
@@ -114,7 +113,7 @@ def _sum(given: Iterable[Transfer]) -> Iterable[Transfer]:
 def _fetched(made: Setup) -> Iterable[Transfer]:
     """Parameters, by the loss."""
     program = made.program
-    hosted = in_host_memory(program.layout, program.strategy.params)
+    hosted = program.hosted_params
     if not hosted:
         return
     if program.strategy.gather == "step":

@@ -112,48 +112,34 @@ def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
     def evaluated(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
         values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
 
-        def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, Literal) else values[atom]
-
         for eqn in jaxpr.eqns:
-            operands = [read(v) for v in eqn.invars]
+            operands = _read(eqn.invars, values)
             with at(eqn):
                 within = eqn.primitive.name in INLINED
                 results = evaluated(*body_of(eqn), operands) if within else evaluate(eqn, operands)
             values.update(zip(eqn.outvars, results, strict=True))
-        return [read(v) for v in jaxpr.outvars]
+        return _read(jaxpr.outvars, values)
 
     return jax.make_jaxpr(lambda *x: evaluated(closed.jaxpr, closed.consts, x))(*map(shape_of, closed.jaxpr.invars))
 
 
 def run(eqns: Sequence[JaxprEqn], values: dict[Any, Any]) -> None:
-    """Evaluates equations, and adds what they give to the values by variable.
-
-    Elementwise ones may be given pieces of the arrays that they were traced for.
-    """
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else values[atom]
-
+    """Evaluates equations, and adds what they give to the values by variable."""
     for eqn in eqns:
-        operands = [read(v) for v in eqn.invars]
+        operands = _read(eqn.invars, values)
         with at(eqn):
             values.update(zip(eqn.outvars, evaluate(eqn, operands), strict=True))
 
 
 def run_piece(eqns: Sequence[JaxprEqn], values: dict[Any, Any], shape: tuple[int, ...]) -> None:
-    """The same for elementwise equations on pieces of this shape."""
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else values[atom]
-
+    """The same for elementwise equations on pieces, of this shape, of the arrays that they were traced for."""
     for eqn in eqns:
-        operands = [read(v) for v in eqn.invars]
+        operands = _read(eqn.invars, values)
         if eqn.primitive.name in CALLS:
             body, consts = body_of(eqn)
             inside = dict(zip([*body.constvars, *body.invars], [*consts, *operands], strict=True))
             run_piece(body.eqns, inside, shape)
-            results = [v.val if isinstance(v, Literal) else inside[v] for v in body.outvars]
+            results = _read(body.outvars, inside)
         elif eqn.primitive.name == "broadcast_in_dim":
             wanted = shape if shape_of(eqn.outvars[0]).shape else ()
             results = [jnp.broadcast_to(operands[0], wanted)]
@@ -161,6 +147,10 @@ def run_piece(eqns: Sequence[JaxprEqn], values: dict[Any, Any], shape: tuple[int
             with at(eqn):
                 results = evaluate(eqn, operands)
         values.update(zip(eqn.outvars, results, strict=True))
+
+
+def _read(atoms: Sequence[Any], values: dict[Any, Any]) -> list[Any]:
+    return [atom.val if isinstance(atom, Literal) else values[atom] for atom in atoms]
 
 
 def _elementwise(eqn: JaxprEqn, shape: tuple[int, ...]) -> bool:

@@ -126,10 +126,14 @@ class Program:
         return route(leaf, self.strategy, self.mesh, self.precision, to=self.at_use, deferred=self.deferred)
 
     @property
+    def hosted_params(self) -> frozenset[str]:
+        """The paths of parameters that lie in host memory between steps."""
+        return in_host_memory(self.layout, self.strategy.params)
+
+    @property
     def fetched_at_use(self) -> frozenset[str]:
         """The paths of parameters that are in host memory when the loss reads them."""
-        hosted = in_host_memory(self.layout, self.strategy.params)
-        return hosted if self.strategy.gather == "use" else frozenset()
+        return self.hosted_params if self.strategy.gather == "use" else frozenset()
 
     @property
     def hosted_grads(self) -> frozenset[str]:
@@ -182,7 +186,7 @@ def gathered_for_step(program: Program, params: Any) -> Any:
     if program.strategy.gather == "use":
         return params
     axes = program.strategy.params.axes
-    hosted = in_host_memory(program.layout, program.strategy.params)
+    hosted = program.hosted_params
     params = program.map(lambda leaf, x: collectives.to_device(x, leaf.path) if leaf.path in hosted else x, params)
     params = cast_floats(params, program.precision.compute)
     return program.map(lambda leaf, x: collectives.gather(x, leaf.dim, axes, program.sizes, leaf.path), params)

@@ -49,7 +49,7 @@ def updated(
         return new if finite is None else _where(finite, new, states)
 
     given = (result.grads, result.loss, result.norm, result.factor, finite)
-    hosted = in_host_memory(program.layout, program.strategy.params)
+    hosted = program.hosted_params
     old = program.map(
         lambda leaf, x, at: x if x is None or leaf.path in hosted else with_sharding_constraint(x, at),
         program.learning(state.params),
@@ -92,7 +92,7 @@ def _where(chosen: jax.Array, new: Any, kept: Any) -> Any:
 def _homes(program: Program, where: StateLayout, given: Any) -> tuple[tuple[Any, Any], Any]:
     """Where the states that an update reads lie, and what else it is given."""
     strategy = program.strategy
-    hosted, hosted_opt = in_host_memory(program.layout, strategy.params), in_host_memory(where.opt, strategy.opt)
+    hosted, hosted_opt = program.hosted_params, in_host_memory(where.opt, strategy.opt)
     axes = tuple(axis for axis in strategy.opt.axes[len(strategy.params.axes) :] if program.sizes[axis] > 1)
 
     def param(leaf: Leaf) -> Home:
@@ -157,7 +157,7 @@ def published(program: Program, params: Any) -> Any:
     if not axes:
         return params
 
-    hosted = in_host_memory(program.layout, strategy.params)
+    hosted = program.hosted_params
     done: list[jax.Array] = []
 
     def whole(leaf: Leaf, x: Any) -> Any:

@@ -99,7 +99,7 @@ def _hosted_parts(program: Program, optimizer: optax.GradientTransformation, whe
     traced = jax.make_jaxpr(lambda p, o, g, loss, norm: apply_optimizer(optimizer, p, o, g, loss, norm, None))(
         params, where.shapes.opt, grads, scalar, scalar
     )
-    hosted_params, hosted_opt = in_host_memory(program.layout, strategy.params), in_host_memory(where.opt, strategy.opt)
+    hosted_params, hosted_opt = program.hosted_params, in_host_memory(where.opt, strategy.opt)
     hosted = [leaf.path in hosted_params for leaf in jax.tree.leaves(program.learning(program.layout))]
     hosted += [leaf.path in hosted_opt for leaf in jax.tree.leaves(where.opt)]
     inputs = [*hosted, *(False for _ in traced.jaxpr.invars[len(hosted) :])]
@@ -115,7 +115,7 @@ def _dtype(program: Program, leaf: Leaf) -> Any:
 def _costs(program: Program, where: StateLayout, parts: list[Part]) -> tuple[Cost, Cost]:
     """(of an update on the device, of one by the host)."""
     strategy, mesh = program.strategy, program.mesh
-    hosted_params, hosted_opt = in_host_memory(program.layout, strategy.params), in_host_memory(where.opt, strategy.opt)
+    hosted_params, hosted_opt = program.hosted_params, in_host_memory(where.opt, strategy.opt)
 
     def size(leaves: Any, placement: Placement = strategy.opt) -> int:
         return bytes_per_device(leaves, placement, mesh)
